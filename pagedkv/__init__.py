@@ -1,0 +1,39 @@
+"""pagedkv: language models with a paged KV cache on whatever hardware is there.
+
+    from pagedkv import LLM, SamplingParams
+
+Names are loaded on first use, so that `import pagedkv.api` costs a backend author neither torch nor the engine.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pagedkv.llm import LLM
+    from pagedkv.outputs import CompletionOutput, RequestMetrics, RequestOutput
+    from pagedkv.sampling.params import SamplingParams
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "LLM": "pagedkv.llm",
+    "CompletionOutput": "pagedkv.outputs",
+    "RequestMetrics": "pagedkv.outputs",
+    "RequestOutput": "pagedkv.outputs",
+    "SamplingParams": "pagedkv.sampling.params",
+}
+
+__all__ = ["LLM", "CompletionOutput", "RequestMetrics", "RequestOutput", "SamplingParams", "__version__"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'pagedkv' has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

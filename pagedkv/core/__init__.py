@@ -1,0 +1,1 @@
+"""Ids only, no torch: block pool, block table, prefix index, requests, scheduler."""

@@ -1,0 +1,1 @@
+"""The step loop: schedule, plan, run, sample, publish."""

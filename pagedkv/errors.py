@@ -1,0 +1,41 @@
+"""The error tree, re-exported; `pagedkv/api/errors.py` draws it."""
+
+from pagedkv.api.errors import (
+    BackendError,
+    BackendLoadError,
+    BackendNotFound,
+    BackendUnavailable,
+    BackendVersionError,
+    ConfigError,
+    ContractViolation,
+    DeviceError,
+    EngineDead,
+    ModelError,
+    OutOfDeviceMemory,
+    PagedKVError,
+    RequestAborted,
+    RequestError,
+    RequestInvalid,
+    RequestTooLong,
+    UnsupportedError,
+)
+
+__all__ = [
+    "BackendError",
+    "BackendLoadError",
+    "BackendNotFound",
+    "BackendUnavailable",
+    "BackendVersionError",
+    "ConfigError",
+    "ContractViolation",
+    "DeviceError",
+    "EngineDead",
+    "ModelError",
+    "OutOfDeviceMemory",
+    "PagedKVError",
+    "RequestAborted",
+    "RequestError",
+    "RequestInvalid",
+    "RequestTooLong",
+    "UnsupportedError",
+]

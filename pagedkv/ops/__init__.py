@@ -1,0 +1,1 @@
+"""Reference implementations of the well-known ops, and how a backend replaces them."""

@@ -1,0 +1,1 @@
+"""Sampling parameters, the sampler, and the incremental detokenizer."""
