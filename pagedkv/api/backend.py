@@ -19,8 +19,8 @@ from pagedkv.api.records import (
     DeviceInfo,
     Int32,
     MemoryInfo,
-    Option,
     OpSpec,
+    Option,
     PoolCost,
     PoolSpec,
     World,
@@ -65,11 +65,11 @@ class Pool(ABC):
 
 
 class Plan:
-    """Whatever a backend precomputes for one batch of one group; opaque to the core, dropped after its last `attend`."""
+    """Whatever a backend precomputes for one batch of a group; opaque to the core, dropped after its last `attend`."""
 
 
 class Communicator(Protocol):
-    """Collectives of one group of ranks; every call returns its result (possibly its argument), on the compute queue."""
+    """Collectives of one group of ranks; each returns its result (possibly its argument), on the compute queue."""
 
     def all_reduce(self, tensor: Any) -> Any: ...
     def all_gather(self, tensor: Any, dim: int = -1) -> Any: ...
@@ -99,7 +99,7 @@ class AttentionBackend(ABC):
 
     @abstractmethod
     def plan(self, pool: Pool, group: int, batch: Batch) -> Plan:
-        """Prepare one batch. The host arrays may be overwritten once this returns; earlier live plans stay as they are."""
+        """Prepare one batch. The host arrays may be overwritten once this returns; plans alive stay as they are."""
 
     @abstractmethod
     def attend(
@@ -157,11 +157,11 @@ class AttentionBackend(ABC):
 
     def synchronize(self) -> None:
         """Block until all enqueued work has ended. Optional, defaults to nothing."""
-        return None
+        return
 
     def close(self) -> None:
         """Wait for enqueued work and free everything. Idempotent. Optional, defaults to nothing."""
-        return None
+        return
 
     def to_host(self, tensor: Any) -> tuple[Event, Any]:
         """Copy a tensor to the host: (event, numpy array valid once it is done). Optional, defaults to `.numpy()`."""
@@ -221,5 +221,4 @@ class Descriptor(ABC):
 
     def tool(self, args: Sequence[str]) -> int:
         """The backend's own command. Optional, defaults to having none."""
-        print(f"backend {self.name!r} has no command of its own")
-        return 2
+        raise UnsupportedError(f"backend {self.name!r} has no command of its own")

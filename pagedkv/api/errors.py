@@ -12,7 +12,8 @@
     │   └── ContractViolation  a law of the contract was broken (which one)
     ├── OutOfDeviceMemory      (requested, free)
     ├── DeviceError            the device failed; the instance is lost
-    ├── EngineDead             the engine stopped after a DeviceError or an internal error
+    ├── EngineDead             the engine stopped after a DeviceError or an InternalError
+    ├── InternalError          an invariant of the core broke: a bug of ours, please report it
     └── RequestError
         ├── RequestInvalid     one field of one request is wrong
         ├── RequestTooLong     it can never fit (needed, available)
@@ -107,6 +108,10 @@ class DeviceError(PagedKVError):
 
 class EngineDead(PagedKVError):
     """The engine stopped; every open request has failed. Make a new one."""
+
+
+class InternalError(PagedKVError):
+    """An invariant of the core broke: never the user's fault, always worth a report."""
 
 
 class RequestError(PagedKVError):

@@ -1,8 +1,8 @@
 """The records of the contract: what the core tells a backend, and what a backend tells the core.
 
 A field whose metadata names a feature is *gated*: the core sends a value other than its default only to a backend that
-declared that feature (law G1). `needs(record)` lists the features a record uses. A record that a backend builds is built
-with `Record.of(**fields)`, which drops and reports fields this core does not know yet (law G3).
+declared that feature (law G1). `needs(record)` lists the features a record uses. A record that a backend builds is
+built with `Record.of(**fields)`, which drops and reports fields this core does not know yet (law G3).
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class DeviceInfo(Record):
     """One device as `Descriptor.probe` sees it, without opening it.
 
     `index` is what `create` takes, counted after the vendor's visible-devices variable. `total` and `free` are bytes,
-    None when unknown. `score`: 0 unusable, 10 portable, 50 generic, 80 native. `reason` says why the score is what it is.
+    None when unknown. `score`: 0 unusable, 10 portable, 50 generic, 80 native; `reason` says why.
     """
 
     index: int
@@ -179,7 +179,7 @@ class Batch(Record):
                 ctx_len[i] counts the keys that exist once this step's are written
 
     cu_q [S+1], ctx_len [S], rows [S] with S >= num_seqs: rows beyond are padding (no query, context 0).
-    block_table [R, W]: any row stride, row 0 all zeros; entries that no visible key needs may hold anything owned, or 0.
+    block_table [R, W]: any row stride, row 0 all zeros; an entry that no visible key needs is 0 or a block still owned.
     slots [A] int64: where row j of k and v goes, slot = block * block_size + offset; -1 is not written.
     The first `num_decode` rows have 1..decode_q query tokens each.
     """
@@ -211,8 +211,8 @@ class OpSpec(Record):
 class Capabilities(Record):
     """All that a backend instance does; whatever is not declared here is refused by the core, never tried.
 
-    `dtypes` of q, k, v, out ("fp32", "bf16", "fp16"), the preferred first; `native_dtypes` are those at full speed, among
-    which `dtype="auto"` chooses (empty: all). `kv_dtypes` also as "int8/token_head", "fp8_e4m3fn/tensor".
+    `dtypes` of q, k, v, out ("fp32", "bf16", "fp16"), the preferred first; `native_dtypes` are those at full speed,
+    among which `dtype="auto"` chooses (empty: all). `kv_dtypes` also as "int8/token_head", "fp8_e4m3fn/tensor".
     `block_sizes` and `head_dims` are alternatives: a size is accepted if one of them accepts it.
     `exclusions` are (pattern, reason): a combination of declared values that does not work after all. A pattern maps a
     requirement ("dtype", "kv_dtype", "block_size", "head_dim", "group", "feature") to a value, a set, or a range.

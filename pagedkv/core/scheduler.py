@@ -1,0 +1,491 @@
+"""Who computes which tokens in the next step: one token budget, no phases.
+
+    schedule()   order the running, share the budget among rows, preempt if blocks run out, admit from the queue
+       |
+     Step        numpy arrays of one batch; the engine computes it
+       |
+    update()     counts what is written, publishes full blocks, appends sampled ids, finishes requests
+
+Decoding rows come first, then prompts in chunks. Order is (priority, arrival). A request that does not fit yet may
+be overtaken by `max_overtakes` later ones, then everybody waits for it. When a row must grow and no block is left, the
+last in order is preempted: it gives everything back and is computed again later, its tokens kept. The first in order is
+never preempted, so somebody always makes progress; `capacity` refuses at submission what could not finish even alone.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import islice
+from operator import attrgetter
+
+import numpy as np
+
+from pagedkv.api.errors import InternalError, RequestInvalid, RequestTooLong
+from pagedkv.api.records import Batch, Int32, Int64
+from pagedkv.core.block_pool import BlockPool
+from pagedkv.core.prefix_index import PrefixIndex
+from pagedkv.core.request import Reason, Request, State
+from pagedkv.core.rows import Rows
+
+_ORDER = attrgetter("order")
+_SCAN = 32  # waiting requests looked at in one step
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerConfig:
+    """Sizes and policy. `num_blocks` counts the null block; `watermark` blocks stay free of admissions."""
+
+    num_blocks: int
+    block_size: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+    chunked_prefill: bool = True
+    prefix_caching: bool = True
+    max_overtakes: int = 16
+    watermark: float = 0.01
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Step:
+    """One step's work. `copies` [N, 2] are (source, destination) blocks to copy before anything is computed.
+
+    `batch` rows stand decoding ones first. `sample` [n] are the batch rows whose last token ends what is known, so that
+    their logits yield the next id; `output_index` [n] counts the output tokens each already has.
+    """
+
+    batch: Batch
+    input_ids: Int32
+    positions: Int32
+    queries: Int32
+    sample: Int32
+    output_index: Int64
+    copies: Int32
+    serials: Int32
+    admitted: tuple[Request, ...]
+    preempted: tuple[Request, ...]
+
+    @property
+    def sample_rows(self) -> Int32:
+        """The table rows of `sample`."""
+        rows: Int32 = self.batch.rows[self.sample]
+        return rows
+
+    @property
+    def logits_at(self) -> Int32:
+        """Which of the batch's tokens `sample` needs logits of."""
+        at: Int32 = self.batch.cu_q[self.sample + 1] - 1
+        return at
+
+
+class Scheduler:
+    """The core's state and its transitions: `add`, `schedule`, `update`, `abort`, `fork`."""
+
+    def __init__(self, config: SchedulerConfig, fingerprint: bytes = b"", index: PrefixIndex | None = None) -> None:
+        self.config = config
+        self.index = PrefixIndex(fingerprint) if index is None else index
+        self.pool = BlockPool(config.num_blocks, self.index)
+        self.rows = Rows(config.max_num_seqs, config.max_model_len, config.block_size)
+        self.waiting: list[Request] = []
+        self.running: list[Request] = []
+        self.num_preemptions = 0
+        self._by_row: list[Request | None] = [None] * (config.max_num_seqs + 1)
+        self._forked: set[int] = set()
+        self._order: Int32 | None = None
+        self._next_id = 0
+
+    # -- what comes in and goes out ------------------------------------------------------------------------------------
+
+    def capacity(self) -> int:
+        """The longest request, prompt and output, that finishes when alone: its last token is never stored."""
+        return min(self.config.max_model_len, self.pool.usable * self.config.block_size + 1)
+
+    def limit(self, prompt_len: int, max_tokens: int | None) -> int:
+        """The total length at which a request ends; raises what makes it impossible, with the numbers."""
+        config, capacity = self.config, self.capacity()
+        if prompt_len == 0:
+            raise RequestInvalid("the prompt is empty: give at least one token", field="prompt")
+        total = prompt_len + (1 if max_tokens is None else max_tokens)
+        if total > capacity:
+            raise RequestTooLong(_too_long(prompt_len, max_tokens, config, self.pool), needed=total, available=capacity)
+        if not config.chunked_prefill and prompt_len > config.max_num_batched_tokens:
+            raise RequestTooLong(
+                f"a prompt of {prompt_len} tokens does not fit a step of max_num_batched_tokens="
+                f"{config.max_num_batched_tokens} while chunked prefill is off: raise it, or turn chunked prefill on",
+                needed=prompt_len,
+                available=config.max_num_batched_tokens,
+            )
+        return capacity if max_tokens is None else total
+
+    def add(
+        self,
+        tokens: Int32,
+        *,
+        label: str = "",
+        max_tokens: int | None = None,
+        end_ids: Sequence[int] = (),
+        priority: int = 0,
+        salt: bytes = b"",
+    ) -> Request:
+        """Queue a prompt. Raises `RequestInvalid` or `RequestTooLong`, and then nothing has changed."""
+        limit = self.limit(len(tokens), max_tokens)
+        request = Request(
+            id=self._next_id,
+            label=label or str(self._next_id),
+            tokens=tokens,
+            prompt_len=len(tokens),
+            limit=limit,
+            end_ids=tuple(end_ids),
+            priority=priority,
+            salt=salt,
+            root=self.index.root(salt),
+        )
+        self._next_id += 1
+        insort(self.waiting, request, key=_ORDER)
+        return request
+
+    def abort(self, request: Request, reason: Reason = Reason.ABORT) -> bool:
+        """End a request in whatever state it is; False if it had finished already."""
+        if request.state is State.FINISHED:
+            return False
+        self._finish(request, reason)
+        return True
+
+    def fork(self, parent: Request, label: str = "") -> Request:
+        """A second sequence with the same tokens. It shares every block; the first to write a shared one copies it.
+
+        When the parent is not decoding or no row is free, the fork waits and finds its prefix in the cache.
+        """
+        if parent.state is State.FINISHED:
+            raise InternalError(f"request {parent.label!r} has finished and cannot be forked")
+        child = Request(
+            id=self._next_id,
+            label=label or f"{parent.label}/{self._next_id}",
+            tokens=self.tokens_of(parent).copy(),
+            prompt_len=parent.prompt_len,
+            limit=parent.limit,
+            end_ids=parent.end_ids,
+            priority=parent.priority,
+            salt=parent.salt,
+            root=parent.root,
+            hashes=list(parent.hashes),
+            num_cached_tokens=parent.num_cached_tokens,
+        )
+        self._next_id += 1
+        if self.rows.num_free and self._decoding(parent):
+            blocks = self.rows.held(parent.row)
+            self.pool.acquire(blocks, child.label)
+            self._run(child, blocks, int(self.rows.computed[parent.row]))
+            self._forked |= {parent.row, child.row}
+        else:
+            insort(self.waiting, child, key=_ORDER)
+        return child
+
+    def _decoding(self, request: Request) -> bool:
+        row = request.row
+        return row != 0 and bool(self.rows.length[row] - self.rows.computed[row] == 1)
+
+    def tokens_of(self, request: Request) -> Int32:
+        """Prompt and output ids known so far; a view while the request runs."""
+        if request.row == 0:
+            return request.tokens
+        return self.rows.tokens[request.row, : self.rows.length[request.row]]
+
+    @property
+    def idle(self) -> bool:
+        """Whether no request is left."""
+        return not self.waiting and not self.running
+
+    # -- schedule ------------------------------------------------------------------------------------------------------
+
+    def schedule(self) -> Step | None:
+        """Choose the next step's work, or None when there is none."""
+        copies: list[tuple[int, int]] = []
+        preempted = self._grow(copies)
+        rows = self._running_rows()
+        queries, left = budget(self.rows.length[rows] - self.rows.computed[rows], self.config)
+        admitted = self._admit(left) if not preempted else []
+        if admitted:
+            rows = np.concatenate([rows, np.array([request.row for request, _ in admitted], np.int32)])
+            queries = np.concatenate([queries, np.array([count for _, count in admitted], np.int32)])
+        active = queries > 0
+        if not active.any():
+            self._check_nothing_left(preempted)
+            return None
+        return self._step(rows[active], queries[active], copies, [request for request, _ in admitted], preempted)
+
+    def _check_nothing_left(self, preempted: list[Request]) -> None:
+        if self.running or (self.waiting and not preempted):
+            names = [request.label for request in (self.running or self.waiting)[:4]]
+            raise InternalError(f"nothing can be scheduled, but {names} wait; please report this")
+
+    def _running_rows(self) -> Int32:
+        if self._order is None:
+            self._order = np.array([request.row for request in self.running], np.int32)
+        return self._order
+
+    def _grow(self, copies: list[tuple[int, int]]) -> list[Request]:
+        """Give every row the block its next token goes to, preempting the last in order while there are too few."""
+        preempted: list[Request] = []
+        while True:
+            rows = self._running_rows()
+            growing = rows[self.rows.length[rows] > self.rows.blocks[rows] * self.config.block_size]
+            shared = [row for row in self._forked if self._writes_shared(row)] if self._forked else []
+            if len(growing) + len(shared) <= self.pool.available:
+                break
+            preempted.append(self._preempt(victim(self.running)))
+        for row in growing.tolist():
+            self.rows.append_block(row, self.pool.allocate(1, self._holder(row).label)[0])
+        copies.extend(self._unshare(row) for row in shared if self._writes_shared(row))
+        return preempted
+
+    def _writes_shared(self, row: int) -> bool:
+        at = int(self.rows.computed[row]) // self.config.block_size
+        return at < self.rows.blocks[row] and self.pool.refs(int(self.rows.table[row, at])) > 1
+
+    def _unshare(self, row: int) -> tuple[int, int]:
+        at = int(self.rows.computed[row]) // self.config.block_size
+        old = int(self.rows.table[row, at])
+        new = self.pool.allocate(1, self._holder(row).label)[0]
+        self.rows.table[row, at] = new
+        self.pool.release([old])
+        self._forked.discard(row)
+        return old, new
+
+    def _holder(self, row: int) -> Request:
+        request = self._by_row[row]
+        if request is None:
+            raise InternalError(f"row {row} has no request; please report this")
+        return request
+
+    def _preempt(self, request: Request) -> Request:
+        self._release(request)
+        request.state = State.WAITING
+        request.num_preemptions += 1
+        self.num_preemptions += 1
+        insort(self.waiting, request, key=_ORDER)
+        return request
+
+    def _admit(self, left: int) -> list[tuple[Request, int]]:
+        """Start waiting requests while rows, blocks and budget last; each comes with its first chunk's length."""
+        admitted: list[tuple[Request, int]] = []
+        passed: list[Request] = []
+        for request in list(islice(self.waiting, _SCAN)):
+            if not self.rows.num_free or left == 0:
+                break
+            chunk = self._start(request, left)
+            if chunk:
+                left -= chunk
+                admitted.append((request, chunk))
+                for other in passed:
+                    other.overtaken += 1
+            else:
+                passed.append(request)
+            if any(other.overtaken >= self.config.max_overtakes for other in passed):
+                break
+        return admitted
+
+    def _start(self, request: Request, left: int) -> int:
+        """Give `request` a row and blocks for all it knows, and return its first chunk's length; 0: it does not fit."""
+        config, length = self.config, len(request.tokens)
+        hits = self._hits(request)
+        computed = len(hits) * config.block_size
+        chunk = min(length - computed, left)
+        if not (config.chunked_prefill or chunk == length - computed or self._may_split(request, computed)):
+            return 0
+        need = -(-length // config.block_size) - len(hits)
+        spare = int(config.watermark * self.pool.usable) + len(self.running) if self.running else 0
+        if need + spare > self.pool.available - self.pool.count_cached(hits):
+            return 0
+        self.pool.acquire(hits, request.label)
+        self.waiting.remove(request)
+        self._run(request, hits + self.pool.allocate(need, request.label), computed)
+        if request.num_cached_tokens is None:
+            request.num_cached_tokens = computed
+        return chunk
+
+    def _may_split(self, request: Request, computed: int) -> bool:
+        """Without chunked prefill, only what grew past a whole step since its submission is computed in chunks."""
+        return len(request.tokens) - computed > self.config.max_num_batched_tokens
+
+    def _hits(self, request: Request) -> list[int]:
+        """Cached blocks of its prefix. One token at least is left to compute, or there would be no logits."""
+        if not self.config.prefix_caching:
+            return []
+        size = self.config.block_size
+        self._hash(request, request.tokens, len(request.tokens) // size)
+        return self.index.find(request.hashes, (len(request.tokens) - 1) // size)
+
+    def _hash(self, request: Request, tokens: Int32, blocks: int) -> None:
+        size, done = self.config.block_size, len(request.hashes)
+        if blocks > done:
+            self.index.extend(request.hashes, request.root, tokens[done * size : blocks * size].tobytes(), size * 4)
+
+    def _run(self, request: Request, blocks: list[int], computed: int) -> None:
+        self.rows.open(request, blocks, computed)
+        request.state = State.RUNNING
+        self._by_row[request.row] = request
+        insort(self.running, request, key=_ORDER)
+        self._order = None
+
+    def _step(
+        self,
+        rows: Int32,
+        queries: Int32,
+        copies: list[tuple[int, int]],
+        admitted: list[Request],
+        preempted: list[Request],
+    ) -> Step:
+        decode_first = np.argsort(queries != 1, kind="stable")
+        rows, queries = rows[decode_first], queries[decode_first]
+        state, size = self.rows, self.config.block_size
+        ctx_len = state.computed[rows] + queries
+        cu_q = np.zeros(len(rows) + 1, np.int32)
+        np.cumsum(queries, out=cu_q[1:])
+        of_token, positions = spread(rows, queries, cu_q, ctx_len)
+        slots = state.table[of_token, positions // size].astype(np.int64) * size + positions % size
+        sample = np.flatnonzero(ctx_len == state.length[rows]).astype(np.int32)
+        sampled = rows[sample]
+        return Step(
+            batch=Batch(
+                num_seqs=len(rows),
+                num_tokens=int(cu_q[-1]),
+                cu_q=cu_q,
+                ctx_len=ctx_len,
+                block_table=state.table,
+                rows=rows,
+                slots=slots,
+                max_q=int(queries.max()),
+                max_ctx=int(ctx_len.max()),
+                num_decode=int(np.count_nonzero(queries == 1)),
+            ),
+            input_ids=state.tokens[of_token, positions],
+            positions=positions,
+            queries=queries,
+            sample=sample,
+            output_index=(state.length[sampled] - state.prompt_len[sampled]).astype(np.int64),
+            copies=np.array(copies, np.int32).reshape(-1, 2),
+            serials=state.serial[rows],
+            admitted=tuple(admitted),
+            preempted=tuple(preempted),
+        )
+
+    # -- update --------------------------------------------------------------------------------------------------------
+
+    def update(self, step: Step, sampled: Int32) -> list[Request]:
+        """Take in a computed step: `sampled` [n] are the ids of `step.sample` (-1: no usable logits).
+
+        Returns the requests that finished. Rows that changed hands since `schedule` are left alone.
+        """
+        state, rows = self.rows, step.batch.rows
+        current = state.serial[rows] == step.serials
+        mine = rows[current]
+        state.computed[mine] += step.queries[current]
+        if self.config.prefix_caching:
+            self._publish(mine)
+        alive = current[step.sample]
+        return self._append(step.sample_rows[alive], np.asarray(sampled, np.int32)[alive])
+
+    def _publish(self, rows: Int32) -> None:
+        """Make the blocks that became full and written findable."""
+        full = self.rows.computed[rows] // self.config.block_size
+        grown = full > self.rows.published[rows]
+        for row, upto in zip(rows[grown].tolist(), full[grown].tolist(), strict=True):
+            request = self._holder(row)
+            self._hash(request, self.rows.tokens[row], upto)
+            for at in range(int(self.rows.published[row]), upto):
+                self.index.insert(request.hashes[at], int(self.rows.table[row, at]))
+            self.rows.published[row] = upto
+
+    def _append(self, rows: Int32, ids: Int32) -> list[Request]:
+        state = self.rows
+        failed = ids < 0
+        good = ~failed
+        state.tokens[rows[good], state.length[rows[good]]] = ids[good]
+        state.length[rows[good]] += 1
+        stopped = (state.end_ids[rows] == ids[:, None]).any(1) & good
+        full = state.length[rows] >= state.limit[rows]
+        finished = []
+        for at in np.flatnonzero(failed | stopped | full).tolist():
+            request = self._holder(int(rows[at]))
+            reason = Reason.ERROR if failed[at] else Reason.STOP if stopped[at] else Reason.LENGTH
+            self._finish(request, reason)
+            finished.append(request)
+        return finished
+
+    def _finish(self, request: Request, reason: Reason) -> None:
+        if request.state is State.WAITING:
+            self.waiting.remove(request)
+        else:
+            self._release(request)
+        request.state, request.reason = State.FINISHED, reason
+
+    def _release(self, request: Request) -> None:
+        """The one way out of a row. Blocks go back last one first, so that leaves are evicted before their parents."""
+        row = request.row
+        self.running.remove(request)
+        self._forked.discard(row)
+        self._by_row[row] = None
+        self._order = None
+        self.pool.release(reversed(self.rows.close(request)))
+
+    # -- checks --------------------------------------------------------------------------------------------------------
+
+    def check_idle(self) -> None:
+        """Raise `InternalError` naming the request that left blocks behind; only when `idle`."""
+        if self.pool.num_used:
+            raise InternalError(f"idle, but blocks are still held: {self.pool.leaks()}; please report this")
+
+    def check(self) -> None:
+        """Compare every reference with the tables; slow, for tests and for hunting a leak."""
+        held: dict[int, int] = {}
+        for request in self.running:
+            for block in self.rows.held(request.row):
+                held[block] = held.get(block, 0) + 1
+        self.pool.check(held)
+
+    def reset_prefix_cache(self) -> int:
+        """Forget what nobody references; returns how many blocks that were. Needed after a change of weights."""
+        return self.pool.forget_cached()
+
+
+def budget(need: Int32, config: SchedulerConfig) -> tuple[Int32, int]:
+    """Share one step's tokens among rows that still `need` some, in order: single tokens first, then chunks.
+
+    Returns the tokens of each row and what is left over.
+    """
+    queries = np.where(need == 1, 1, 0).astype(np.int32)
+    left = config.max_num_batched_tokens - int(queries.sum())
+    for at in np.flatnonzero(need > 1).tolist():
+        queries[at] = min(int(need[at]), left)
+        left -= int(queries[at])
+    return queries, left
+
+
+def victim(running: Sequence[Request]) -> Request:
+    """Whom to preempt: the last in order, never the only one."""
+    if len(running) < 2:
+        raise InternalError("the only running request does not fit, although capacity was checked; please report this")
+    return running[-1]
+
+
+def spread(rows: Int32, queries: Int32, cu_q: Int32, ctx_len: Int32) -> tuple[Int32, Int32]:
+    """For each token of the batch: its table row, and its position in the sequence."""
+    first = ctx_len - queries - cu_q[:-1]
+    positions = np.arange(cu_q[-1], dtype=np.int32) + np.repeat(first, queries)
+    return np.repeat(rows, queries), positions.astype(np.int32)
+
+
+def _too_long(prompt_len: int, max_tokens: int | None, config: SchedulerConfig, pool: BlockPool) -> str:
+    asked = f"prompt of {prompt_len} tokens" + ("" if max_tokens is None else f" + max_tokens={max_tokens}")
+    room = pool.usable * config.block_size + 1
+    if room < config.max_model_len:
+        limit = f"the cache holds {room} ({pool.usable} blocks of {config.block_size})"
+        advice = "raise num_blocks or kv_cache_memory"
+    else:
+        limit = f"max_model_len is {config.max_model_len}"
+        advice = "raise max_model_len if the model allows it"
+    lower = "shorten the prompt" if max_tokens is None else "lower max_tokens or shorten the prompt"
+    return f"{asked} can never fit: {limit}; {lower}, or {advice}"
