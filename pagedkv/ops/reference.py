@@ -1,0 +1,103 @@
+"""What each op means, in plain torch: the oracle of a backend's ops, and what runs where a backend has none.
+
+Shapes: T tokens, D entries of a vector. Tensors have the model's dtype unless said; arithmetic between the entries of a
+vector is in float32 and is rounded once at the end.
+
+In float32 a row's bits depend on that row alone: reductions run over the last dimension only, and no function is used
+whose scalar tail differs from its vector body (`torch.sigmoid` and `silu` do). `linear` is the exception: what a
+matrix product does with the number of rows is its library's choice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PackedLinear:
+    """Weights of the reference `linear`, as they came: weight [N, K], bias [N] or None."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the weights."""
+        return self.weight.nbytes + (0 if self.bias is None else self.bias.nbytes)
+
+
+class Linear:
+    """`linear`: x [T, K] -> x weight' + bias [T, N]. Dims: n, k."""
+
+    def pack(self, weight: Tensor, bias: Tensor | None = None) -> PackedLinear:
+        """Keep weight [N, K] and bias [N]; nothing is copied."""
+        return PackedLinear(weight=weight, bias=bias)
+
+    def __call__(self, x: Tensor, packed: PackedLinear) -> Tensor:
+        return F.linear(x, packed.weight, packed.bias)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """`rms_norm`: x / sqrt(mean(x^2) + eps), rounded to x's dtype, times weight. x [..., D], weight [D]. Dims: dim.
+
+    Source: Zhang and Sennrich 2019; the rounding before the weight is that of transformers' Llama.
+    """
+    wide = x.float()
+    scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    return weight * (wide * scale).to(x.dtype)
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """`add_rms_norm`: residual += x in place, then rms_norm of the sum. x, residual [T, D]. Dims: dim."""
+    residual.add_(x)
+    return rms_norm(residual, weight, eps)
+
+
+def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
+    """`rope`: turn the first R entries of each head in place, entry i paired with i + R/2.
+
+    q [T, Hq, D] and k [T, Hkv, D] may be slices of one tensor; cos, sin [T, R/2] float32, R <= D.
+    Dims: q_heads, kv_heads, head_dim, rotary_dim. Source: Su et al. 2021, halves paired as in GPT-NeoX.
+    """
+    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+    _turn(q, cos, sin)
+    _turn(k, cos, sin)
+
+
+def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> None:
+    half = cos.shape[-1]
+    left, right = x[..., :half], x[..., half : 2 * half]
+    turned_left = left * cos - right * sin
+    turned_right = right * cos + left * sin
+    left.copy_(turned_left)
+    right.copy_(turned_right)
+
+
+def silu_mul(x: Tensor) -> Tensor:
+    """`silu_mul`: silu(gate) * up of x = [gate, up] [T, 2 I] -> [T, I], silu(g) = g / (1 + exp(-g)). Dims: dim = I."""
+    gate, up = x.chunk(2, dim=-1)
+    wide = gate.float()
+    # Not F.silu: the bits of its last few entries depend on the shape of the whole tensor.
+    activated = wide / torch.exp(-wide).add_(1.0)
+    return activated.to(x.dtype) * up
+
+
+def embedding(ids: Tensor, table: Tensor) -> Tensor:
+    """`embedding`: rows of table [V, D] by ids [T] int64 -> [T, D]. Dims: vocab, dim."""
+    return F.embedding(ids, table)
+
+
+REFERENCE: Mapping[str, Callable[..., Any]] = {
+    "linear": Linear(),
+    "rms_norm": rms_norm,
+    "add_rms_norm": add_rms_norm,
+    "rope": rope,
+    "silu_mul": silu_mul,
+    "embedding": embedding,
+}
