@@ -1,0 +1,35 @@
+"""The environment variables that pagedkv reads, in one place."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import logging
+import os
+import types
+from collections.abc import Mapping
+
+_log = logging.getLogger("pagedkv.environment")
+
+ENVIRONMENT: Mapping[str, str] = types.MappingProxyType(
+    {
+        "PAGEDKV_BACKEND": "the backend to use when no argument names one; empty or 'auto': the best one that is there",
+        "PAGEDKV_CHECK": "1: check every law of the contract on every call",
+        "PAGEDKV_LOG_LEVEL": "DEBUG, INFO, WARNING or ERROR",
+    }
+)
+"""Every environment variable that pagedkv reads, with its meaning; another `PAGEDKV_*` name gets a warning."""
+
+
+def check_environment() -> None:
+    """Warn, once a process for each, of `PAGEDKV_*` variables that pagedkv does not read."""
+    for name in sorted(os.environ):
+        if name.startswith("PAGEDKV_") and name not in ENVIRONMENT:
+            _warn_of_variable(name)
+
+
+@functools.cache
+def _warn_of_variable(name: str) -> None:
+    close = difflib.get_close_matches(name, ENVIRONMENT, n=1)
+    advice = f"did you mean {close[0]}?" if close else f"the names it reads: {', '.join(ENVIRONMENT)}"
+    _log.warning("environment variable %s has no effect, pagedkv does not read it; %s", name, advice)
