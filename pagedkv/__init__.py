@@ -10,17 +10,17 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from pagedkv.engine.outputs import CompletionOutput, RequestMetrics, RequestOutput
     from pagedkv.llm import LLM
-    from pagedkv.outputs import CompletionOutput, RequestMetrics, RequestOutput
     from pagedkv.sampling.params import SamplingParams
 
 __version__ = "0.1.0"
 
 _HOMES = {
     "LLM": "pagedkv.llm",
-    "CompletionOutput": "pagedkv.outputs",
-    "RequestMetrics": "pagedkv.outputs",
-    "RequestOutput": "pagedkv.outputs",
+    "CompletionOutput": "pagedkv.engine.outputs",
+    "RequestMetrics": "pagedkv.engine.outputs",
+    "RequestOutput": "pagedkv.engine.outputs",
     "SamplingParams": "pagedkv.sampling.params",
 }
 

@@ -372,6 +372,14 @@ class Scheduler:
             preempted=tuple(preempted),
         )
 
+    def holders(self, step: Step) -> list[Request | None]:
+        """Whose logits `step.sample` gives; None where the row has changed hands since."""
+        current = self.rows.serial[step.batch.rows] == step.serials
+        return [
+            self._by_row[row] if mine else None
+            for row, mine in zip(step.sample_rows.tolist(), current[step.sample].tolist(), strict=True)
+        ]
+
     # -- update --------------------------------------------------------------------------------------------------------
 
     def update(self, step: Step, sampled: Int32) -> list[Request]:

@@ -60,6 +60,14 @@ class ModelConfig:
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
 
+    @property
+    def num_parameters(self) -> int:
+        """Weights of the model, embeddings included and tied ones counted once; norms and biases left out."""
+        attention = self.hidden_size * self.head_dim * 2 * (self.num_heads + self.num_kv_heads)
+        layer = attention + 3 * self.hidden_size * self.intermediate_size
+        embeddings = self.vocab_size * self.hidden_size * (1 if self.tie_word_embeddings else 2)
+        return self.num_layers * layer + embeddings
+
     def layer_specs(self) -> tuple[LayerSpec, ...]:
         """The attention layers as the contract describes them."""
         return tuple(

@@ -1,0 +1,234 @@
+"""Engine settings: the names people bring with them, checked once at the edge.
+
+`EngineConfig.of(**names)` is the way in: it accepts today's names, says today's name for an old one, refuses what is
+not built yet, and suggests the right name for a wrong one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import logging
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from pagedkv.api.errors import ConfigError
+
+_log = logging.getLogger("pagedkv.config")
+
+DTYPES = {
+    "auto": None,
+    "float32": "fp32",
+    "float": "fp32",
+    "fp32": "fp32",
+    "bfloat16": "bf16",
+    "bf16": "bf16",
+    "float16": "fp16",
+    "half": "fp16",
+    "fp16": "fp16",
+}
+"""What users write for a dtype, and the contract's word for it; None leaves the choice to negotiation."""
+
+_UNITS = {"": 1, "B": 1}
+_UNITS |= {f"{p}iB": 1024**n for n, p in enumerate("KMGT", 1)} | {f"{p}B": 1000**n for n, p in enumerate("KMGT", 1)}
+
+_WITHOUT_EFFECT = {
+    "enforce_eager": (False, "nothing is captured into graphs yet, every step runs eagerly"),
+    "max_seq_len_to_capture": (None, "nothing is captured into graphs yet"),
+    "max_parallel_loading_workers": (None, "one process loads the weights"),
+    "disable_custom_all_reduce": (False, "there is one worker"),
+    "distributed_executor_backend": (None, "there is one worker"),
+}
+_NOT_BUILT: dict[str, tuple[Any, ...]] = {
+    "tensor_parallel_size": (1,),
+    "pipeline_parallel_size": (1,),
+    "data_parallel_size": (1,),
+    "kv_tiers": (None, (), []),
+    "swap_space": (None, 0, "0"),
+    "quantization": (None, "gguf"),
+    "trust_remote_code": (False,),
+    "speculative_config": (None,),
+    "enable_lora": (False,),
+}
+_OLD_NAMES = {
+    "max_context_len_to_capture": "max_seq_len_to_capture",
+    "kv_cache_memory_bytes": "kv_cache_memory",
+    "num_gpu_blocks_override": "num_blocks",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """Everything that shapes an engine; None leaves a value to the model or the backend, and the start log says which.
+
+    `kv_cache_memory` and `num_blocks` (the null block counted) size the cache outright; `gpu_memory_utilization` is the
+    share of the device's memory that weights, workspace and cache may fill together.
+    """
+
+    model: str
+    tokenizer: str | None = None
+    skip_tokenizer_init: bool = False
+    revision: str | None = None
+    load_format: str = "auto"
+    dtype: str = "auto"
+    kv_cache_dtype: str = "auto"
+    backend: str | None = None
+    device: int | None = None
+    backend_options: Mapping[str, Any] = field(default_factory=dict)
+    block_size: int | None = None
+    max_model_len: int | None = None
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 2048
+    enable_chunked_prefill: bool = True
+    enable_prefix_caching: bool = True
+    gpu_memory_utilization: float | None = None
+    kv_cache_memory: int | str | None = None
+    num_blocks: int | None = None
+    batch_invariant: bool | None = None
+    max_overtakes: int = 16
+    seed: int = 0
+
+    @classmethod
+    def of(cls, **names: Any) -> EngineConfig:
+        """Settle names, then check values. Names that may be the backend's own end up in `backend_options`."""
+        settled = _settle(names)
+        known = {f.name for f in dataclasses.fields(cls)}
+        unknown = {name: settled.pop(name) for name in list(settled) if name not in known}
+        options = dict(settled.pop("backend_options", None) or {})
+        settled["backend_options"] = _Options(options, unknown)
+        return cls(**settled)
+
+    def __post_init__(self) -> None:
+        problems = [*self._bad_numbers(), *self._bad_choices()]
+        if problems:
+            raise ConfigError("; ".join(problems))
+
+    def _bad_numbers(self) -> list[str]:
+        at_least_one = ("max_model_len", "max_num_seqs", "max_num_batched_tokens")
+        problems = [
+            f"{name}={value!r} must be a whole number of at least {least}"
+            for name, least in [*((n, 1) for n in at_least_one), ("num_blocks", 2), ("device", 0), ("max_overtakes", 0)]
+            if (value := getattr(self, name)) is not None and (not _is_int(value) or value < least)
+        ]
+        if self.block_size is not None and (not _is_int(self.block_size) or self.block_size < 1):
+            problems.append(f"block_size={self.block_size!r} must be a whole number of tokens, at least 1")
+        share = self.gpu_memory_utilization
+        if share is not None and (isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1):
+            problems.append(f"gpu_memory_utilization={share!r} must be above 0 and at most 1")
+        if not problems and self.max_num_batched_tokens < self.max_num_seqs:
+            problems.append(
+                f"max_num_batched_tokens={self.max_num_batched_tokens} is below max_num_seqs={self.max_num_seqs}: "
+                "every running sequence needs one token a step; lower max_num_seqs or raise max_num_batched_tokens"
+            )
+        if not _is_int(self.seed):
+            problems.append(f"seed={self.seed!r} must be a whole number")
+        return problems
+
+    def _bad_choices(self) -> list[str]:
+        problems = [
+            f"{name}={value!r} is not one of {', '.join(DTYPES)}"
+            for name in ("dtype", "kv_cache_dtype")
+            if (value := getattr(self, name)) not in DTYPES
+        ]
+        if self.load_format not in ("auto", "safetensors", "gguf", "dummy"):
+            problems.append(f"load_format={self.load_format!r} is not one of auto, safetensors, gguf, dummy")
+        if self.kv_cache_memory is not None and self.num_blocks is not None:
+            problems.append("kv_cache_memory and num_blocks both size the cache: give one of them")
+        if not isinstance(self.model, str) or not self.model:
+            problems.append("model must be a folder, a .gguf file, a hub id, or demo")
+        return problems
+
+    @property
+    def kv_cache_bytes(self) -> int | None:
+        """`kv_cache_memory` in bytes."""
+        return None if self.kv_cache_memory is None else parse_bytes(self.kv_cache_memory, "kv_cache_memory")
+
+
+class _Options(dict[str, Any]):
+    """Backend options, with the names that the engine did not know and that the backend may (`stray`)."""
+
+    def __init__(self, options: Mapping[str, Any], stray: Mapping[str, Any]) -> None:
+        super().__init__(options)
+        self.stray = dict(stray)
+
+
+def claim_options(config: EngineConfig, accepted: Mapping[str, str], backend: str) -> dict[str, Any]:
+    """The options for the chosen backend; `accepted` maps its option names and their aliases to the option's name.
+
+    A name that was given to the engine and that neither it nor the backend knows is a `ConfigError` with a suggestion.
+    """
+    options = dict(config.backend_options)
+    for name, value in getattr(config.backend_options, "stray", {}).items():
+        if name not in accepted:
+            raise ConfigError(_unknown(name, accepted, backend))
+        _log.info("%s is an option of backend %s: backend_options={%r: ...}", name, backend, accepted[name])
+        options[accepted[name]] = value
+    return options
+
+
+def _unknown(name: str, accepted: Mapping[str, str], backend: str) -> str:
+    known = [f.name for f in dataclasses.fields(EngineConfig)] + [*_WITHOUT_EFFECT, *_NOT_BUILT, *accepted]
+    close = difflib.get_close_matches(name, known, n=1)
+    hint = f"did you mean {close[0]}?" if close else f"known names are {', '.join(sorted(known))}"
+    return f"{name} is neither a setting of the engine nor an option of backend {backend}: {hint}"
+
+
+def _settle(names: Mapping[str, Any]) -> dict[str, Any]:
+    """Old names to today's, names without effect said and dropped, unbuilt ones refused."""
+    settled: dict[str, Any] = {}
+    for old, value in names.items():
+        name = _OLD_NAMES.get(old, old)
+        if name != old:
+            _log.warning("%s is now called %s", old, name)
+        if name == "worker_use_ray":
+            _log.warning('worker_use_ray is now called distributed_executor_backend="ray"')
+            name, value = "distributed_executor_backend", "ray" if value else None
+        if name == "distributed_executor_backend" and value == "ray":
+            raise ConfigError('distributed_executor_backend="ray" is not built yet; leave it out')
+        if name in _NOT_BUILT:
+            _refuse_unbuilt(name, value)
+        elif name in _WITHOUT_EFFECT:
+            _say_without_effect(name, value)
+        else:
+            settled[name] = value
+    return settled
+
+
+def _refuse_unbuilt(name: str, value: Any) -> None:
+    if not any(value is neutral or value == neutral for neutral in _NOT_BUILT[name]):
+        raise ConfigError(f"{name}={value!r} is not built yet; leave it at {_NOT_BUILT[name][0]!r}")
+
+
+def _say_without_effect(name: str, value: Any) -> None:
+    default, why = _WITHOUT_EFFECT[name]
+    if value != default:
+        _log.info("%s=%r has no effect: %s", name, value, why)
+
+
+def parse_bytes(value: int | str, name: str) -> int:
+    """Bytes of "4GiB", "512 MiB", "2GB" or a plain number (bytes)."""
+    if isinstance(value, bool) or not isinstance(value, int | str):
+        raise ConfigError(f'{name}={value!r} must be bytes or text such as "4GiB"')
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(value))
+    if match is None or match[2] not in _UNITS:
+        raise ConfigError(f"{name}={value!r} is not a size: give bytes or one of {', '.join(u for u in _UNITS if u)}")
+    size = int(float(match[1]) * _UNITS[match[2]])
+    if size < 1:
+        raise ConfigError(f"{name}={value!r} must be above 0")
+    return size
+
+
+def show_bytes(size: int | None) -> str:
+    """Bytes for people: "3.9 GiB"."""
+    if size is None:
+        return "unknown"
+    for unit, scale in (("GiB", 1024**3), ("MiB", 1024**2), ("KiB", 1024)):
+        if abs(size) >= scale:
+            return f"{size / scale:.1f} {unit}"
+    return f"{size} B"
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)

@@ -1,0 +1,152 @@
+"""How many blocks the cache gets: one budget that weights, workspace and cache share, and a refusal that shows it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from pagedkv.api import MemoryInfo, PoolCost
+from pagedkv.api.errors import BackendError, ConfigError, OutOfDeviceMemory
+from pagedkv.config import show_bytes
+
+_log = logging.getLogger("pagedkv.engine")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryRequest:
+    """What the user asked for, and what the engine needs besides the cache. Sizes in bytes."""
+
+    num_blocks: int | None
+    kv_cache_bytes: int | None
+    fraction: float | None
+    weights: int
+    workspace: int
+    block_size: int
+    max_num_seqs: int
+    max_model_len: int
+
+    @property
+    def useful_blocks(self) -> int:
+        """Blocks that max_num_seqs sequences of max_model_len tokens can use, and the null block."""
+        return self.max_num_seqs * -(-self.max_model_len // self.block_size) + 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryPlan:
+    """The budget as decided. `rule` names the setting that decided; `room` is what the cache could have had, if known."""
+
+    num_blocks: int
+    cost: PoolCost
+    weights: int
+    workspace: int
+    memory: MemoryInfo
+    room: int | None
+    rule: str
+
+    @property
+    def cache(self) -> int:
+        """Bytes of the pool, everything included."""
+        return self.cost.fixed + self.num_blocks * self.cost.per_block
+
+    @property
+    def total(self) -> int:
+        """Bytes the engine will hold."""
+        return self.weights + self.workspace + self.cache
+
+    def table(self) -> str:
+        """The budget as text, one part a line."""
+        memory = self.memory
+        shared = " (shared with the host)" if memory.unified else ""
+        rows = [
+            ("memory", f"{show_bytes(memory.total)}, {show_bytes(_available(memory))} available{shared}"),
+            ("weights", show_bytes(self.weights)),
+            ("workspace", show_bytes(self.workspace)),
+            ("cache", f"{show_bytes(self.cache)} = {self.num_blocks} blocks of {show_bytes(self.cost.per_block)}"),
+            ("together", f"{show_bytes(self.total)}, cache sized by {self.rule}"),
+        ]
+        return "\n".join(f"  {name:<10} {text}" for name, text in rows)
+
+
+def read_memory(ask: Callable[[], MemoryInfo], backend: str) -> MemoryInfo:
+    """The backend's answer; one that raises is reported as the backend's fault, by name."""
+    try:
+        return ask()
+    except Exception as error:
+        raise BackendError(
+            f"backend {backend} failed to report its memory: {error!r}; this is for the backend's author to mend, "
+            "another one can be chosen with backend=..."
+        ) from error
+
+
+def plan_memory(
+    request: MemoryRequest, cost: PoolCost, memory: MemoryInfo, kv_budget: Callable[[float | None, int], int | None]
+) -> MemoryPlan:
+    """Decide the number of blocks. Raises `OutOfDeviceMemory` with the numbers when not even one block fits.
+
+    An explicit num_blocks stands as it is, kv_cache_memory wins over the fraction, and neither may exceed what is
+    available. What the engine sizes itself never exceeds what its sequences can use.
+    """
+    needed = request.weights + request.workspace
+    available = _available(memory)
+    room = None if available is None else available - needed
+    if request.num_blocks is not None:
+        blocks, rule = request.num_blocks, f"num_blocks={request.num_blocks}"
+    else:
+        size, rule = _size(request, room, kv_budget)
+        blocks = min((size - cost.fixed) // cost.per_block, request.useful_blocks)
+        if blocks == request.useful_blocks:
+            rule = (
+                f"max_num_seqs={request.max_num_seqs} x max_model_len={request.max_model_len}, all of {rule} not needed"
+            )
+        room = size if room is None else min(room, size)
+    plan = MemoryPlan(
+        num_blocks=max(blocks, 2),
+        cost=cost,
+        weights=request.weights,
+        workspace=request.workspace,
+        memory=memory,
+        room=room,
+        rule=rule,
+    )
+    if blocks < 2 or (room is not None and plan.cache > room):
+        raise _does_not_fit(plan, room)
+    return plan
+
+
+def _available(memory: MemoryInfo) -> int | None:
+    return None if memory.free is None else memory.free + (memory.reclaimable or 0)
+
+
+def _size(
+    request: MemoryRequest, room: int | None, kv_budget: Callable[[float | None, int], int | None]
+) -> tuple[int, str]:
+    if request.kv_cache_bytes is not None:
+        if room is not None and request.kv_cache_bytes > room:
+            raise OutOfDeviceMemory(
+                f"kv_cache_memory={show_bytes(request.kv_cache_bytes)} does not fit: {show_bytes(max(room, 0))} are left "
+                f"beside weights ({show_bytes(request.weights)}) and workspace ({show_bytes(request.workspace)})",
+                requested=request.kv_cache_bytes,
+                free=max(room, 0),
+            )
+        return request.kv_cache_bytes, f"kv_cache_memory={show_bytes(request.kv_cache_bytes)}"
+    size = kv_budget(request.fraction, request.weights + request.workspace)
+    if size is None:
+        raise ConfigError(
+            'the backend cannot tell how much memory it has: set kv_cache_memory="1GiB" (or what you can spare), '
+            "or num_blocks"
+        )
+    if request.fraction is None:
+        return size, "the backend's default share"
+    return size, f"gpu_memory_utilization={request.fraction}"
+
+
+def _does_not_fit(plan: MemoryPlan, room: int | None) -> OutOfDeviceMemory:
+    return OutOfDeviceMemory(
+        f"the cache does not fit: {plan.num_blocks} blocks take {show_bytes(plan.cache)}, "
+        f"{show_bytes(max(room or 0, 0))} are left\n{plan.table()}\n"
+        "  lower max_num_batched_tokens or max_model_len, choose a smaller model or dtype, or give the engine more "
+        "memory (gpu_memory_utilization, kv_cache_memory)",
+        requested=plan.cache,
+        free=max(room or 0, 0),
+    )

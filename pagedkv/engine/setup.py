@@ -1,0 +1,211 @@
+"""From settings to a running engine's parts: choose, check, size, load. Nothing is read that a check could refuse first."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from pagedkv import plugins
+from pagedkv.api import (
+    AttentionBackend,
+    GroupSpec,
+    LayerSpec,
+    Limits,
+    PoolSpec,
+)
+from pagedkv.api.errors import ConfigError
+from pagedkv.config import DTYPES, EngineConfig, claim_options, show_bytes
+from pagedkv.core.negotiation import Choice, Requirements, negotiate
+from pagedkv.core.scheduler import Scheduler, SchedulerConfig
+from pagedkv.engine.memory import MemoryPlan, MemoryRequest, plan_memory, read_memory
+from pagedkv.engine.runner import Runner
+from pagedkv.models.checkpoint import Checkpoint, open_checkpoint
+from pagedkv.models.native import NativeDecoder, workspace_bytes
+from pagedkv.models.tokenizer import Tokenizer
+
+_log = logging.getLogger("pagedkv.engine")
+_ITEM = {"fp32": 4, "bf16": 2, "fp16": 2}
+
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """What an engine is made of, and what was chosen for it."""
+
+    config: EngineConfig
+    backend_name: str
+    distribution: str | None
+    version: str | None
+    choice: Choice
+    memory: MemoryPlan
+    max_model_len: int
+    scheduler: Scheduler
+    runner: Runner
+    tokenizer: Tokenizer | None
+    end_ids: tuple[int, ...]
+    vocab_size: int
+
+
+def build(config: EngineConfig, progress: Progress | None = None) -> Parts:
+    """Select the backend, open the model, negotiate, size the memory, then load weights."""
+    selected = plugins.select(config.backend, device=config.device)
+    _log.info("backend %s (%s %s): %s", selected.name, selected.distribution, selected.version, selected.why)
+    accepted = {alias: o.name for o in selected.descriptor.options for alias in (o.name, *o.aliases)}
+    options = claim_options(config, accepted, selected.name)
+    checkpoint = open_checkpoint(
+        config.model, load_format=config.load_format, tokenizer=config.tokenizer, revision=config.revision
+    )
+    try:
+        requirements = _requirements(config, checkpoint)
+        max_model_len = _max_model_len(config, checkpoint)
+        negotiate(selected.descriptor.describe(selected.device), requirements, backend=selected.name)
+        backend = plugins.create(selected, options)
+        try:
+            return _load(config, selected, backend, checkpoint, requirements, max_model_len, progress)
+        except BaseException:
+            backend.close()
+            raise
+    finally:
+        checkpoint.close()
+
+
+def _load(
+    config: EngineConfig,
+    selected: plugins.Selected,
+    backend: AttentionBackend,
+    checkpoint: Checkpoint,
+    requirements: Requirements,
+    max_model_len: int,
+    progress: Progress | None,
+) -> Parts:
+    choice = negotiate(backend.capabilities(), requirements, backend=selected.name)
+    for note in choice.notes:
+        _log.info("%s", note)
+    spec = _pool_spec(config, choice, requirements.layers, max_model_len)
+    memory = _plan(config, backend, selected.name, checkpoint, choice, spec, max_model_len)
+    _log.info("memory budget\n%s", memory.table())
+    _log_features(config, choice, memory, max_model_len)
+    tokenizer = None if config.skip_tokenizer_init else checkpoint.tokenizer()
+    model = NativeDecoder.load(checkpoint, backend, choice.dtype, progress=progress)
+    pool = backend.alloc_pool(dataclasses.replace(spec, num_blocks=memory.num_blocks))
+    fingerprint = repr((str(checkpoint.path), choice.dtype, choice.kv_dtype, choice.block_size)).encode()
+    scheduler = Scheduler(_scheduler_config(config, memory, choice, max_model_len), fingerprint)
+    return Parts(
+        config=config,
+        backend_name=selected.name,
+        distribution=selected.distribution,
+        version=selected.version,
+        choice=choice,
+        memory=memory,
+        max_model_len=max_model_len,
+        scheduler=scheduler,
+        runner=Runner(backend, pool, model, nan_safe="nan_safe" in choice.features),
+        tokenizer=tokenizer,
+        end_ids=_end_ids(checkpoint, tokenizer),
+        vocab_size=checkpoint.config.vocab_size,
+    )
+
+
+def _requirements(config: EngineConfig, checkpoint: Checkpoint) -> Requirements:
+    return Requirements(
+        layers=checkpoint.config.layer_specs(),
+        dtype=DTYPES[config.dtype],
+        checkpoint_dtype=checkpoint.config.dtype,
+        kv_dtype=DTYPES[config.kv_cache_dtype],
+        block_size=config.block_size,
+        features=frozenset({"mixed_batch", "prefix_hit"}),
+        batch_invariant=config.batch_invariant,
+    )
+
+
+def _max_model_len(config: EngineConfig, checkpoint: Checkpoint) -> int:
+    limit = checkpoint.config.max_position
+    if config.max_model_len is None:
+        return limit
+    if config.max_model_len > limit:
+        raise ConfigError(
+            f"max_model_len={config.max_model_len} is more than the model's own limit of {limit} positions"
+        )
+    return config.max_model_len
+
+
+def _pool_spec(config: EngineConfig, choice: Choice, layers: tuple[LayerSpec, ...], max_model_len: int) -> PoolSpec:
+    return PoolSpec(
+        groups=(GroupSpec(layers=layers, block_size=choice.block_size, kv_dtype=choice.kv_dtype),),
+        num_blocks=2,
+        dtype=choice.dtype,
+        limits=Limits(rows=config.max_num_seqs, tokens=config.max_num_batched_tokens, context=max_model_len),
+        features=choice.features,
+    )
+
+
+def _plan(
+    config: EngineConfig,
+    backend: AttentionBackend,
+    name: str,
+    checkpoint: Checkpoint,
+    choice: Choice,
+    spec: PoolSpec,
+    max_model_len: int,
+) -> MemoryPlan:
+    tokens, rows = config.max_num_batched_tokens, config.max_num_seqs
+    request = MemoryRequest(
+        num_blocks=config.num_blocks,
+        kv_cache_bytes=config.kv_cache_bytes,
+        fraction=config.gpu_memory_utilization,
+        weights=checkpoint.config.num_parameters * _ITEM[choice.dtype],
+        workspace=workspace_bytes(checkpoint.config, tokens, rows, choice.dtype),
+        block_size=choice.block_size,
+        max_num_seqs=rows,
+        max_model_len=max_model_len,
+    )
+    return plan_memory(request, backend.pool_cost(spec), read_memory(backend.memory, name), backend.kv_budget)
+
+
+def _scheduler_config(config: EngineConfig, memory: MemoryPlan, choice: Choice, max_model_len: int) -> SchedulerConfig:
+    return SchedulerConfig(
+        num_blocks=memory.num_blocks,
+        block_size=choice.block_size,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_model_len=max_model_len,
+        chunked_prefill=config.enable_chunked_prefill,
+        prefix_caching=config.enable_prefix_caching,
+        max_overtakes=config.max_overtakes,
+    )
+
+
+def _log_features(config: EngineConfig, choice: Choice, memory: MemoryPlan, max_model_len: int) -> None:
+    def switch(on: bool) -> str:
+        return "on" if on else "off"
+
+    _log.info(
+        "dtype %s, cache %s, block size %d; prefix caching %s, chunked prefill %s (%d tokens a step), "
+        "batch-invariant results %s",
+        choice.dtype,
+        choice.kv_dtype,
+        choice.block_size,
+        switch(config.enable_prefix_caching),
+        switch(config.enable_chunked_prefill),
+        config.max_num_batched_tokens,
+        switch("batch_invariant" in choice.features),
+    )
+    room = (memory.num_blocks - 1) * choice.block_size
+    if room + 1 < max_model_len:
+        _log.warning(
+            "the cache holds %d tokens, less than max_model_len=%d: longer requests are refused at submission "
+            "(kv_cache_memory or num_blocks raises it; %s would do)",
+            room,
+            max_model_len,
+            show_bytes(memory.cost.fixed + memory.cost.per_block * (-(-max_model_len // choice.block_size) + 1)),
+        )
+
+
+def _end_ids(checkpoint: Checkpoint, tokenizer: Tokenizer | None) -> tuple[int, ...]:
+    ids = dict.fromkeys(checkpoint.config.eos_token_ids)
+    if tokenizer is not None:
+        ids |= dict.fromkeys(tokenizer.eos_token_ids)
+    return tuple(i for i in ids if 0 <= i < checkpoint.config.vocab_size)

@@ -1,0 +1,63 @@
+"""Progress bars on stderr, shown only to a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from types import TracebackType
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from pagedkv.engine.outputs import RequestOutput
+from pagedkv.engine.prompts import Prompt
+
+
+def _bar(*columns: TextColumn, shown: bool) -> Progress:
+    console = Console(stderr=True)
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        *columns,
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+        console=console,
+        transient=True,
+        disable=not (shown and console.is_terminal),
+    )
+
+
+@contextmanager
+def loading_bar() -> Iterator[Callable[[int, int], None]]:
+    """A callback (tensors done, tensors in all) that moves a bar."""
+    with _bar(shown=True) as bar:
+        task = bar.add_task("Loading weights", total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+class GenerationBar:
+    """Counts finished prompts and generated tokens."""
+
+    def __init__(self, prompts: Sequence[Prompt], *, enabled: bool) -> None:
+        self._bar = _bar(TextColumn("{task.fields[speed]}"), shown=enabled)
+        self._task = self._bar.add_task("Generating", total=len(prompts), speed="")
+        self._tokens = 0
+
+    def __enter__(self) -> GenerationBar:
+        self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._bar.stop()
+
+    def update(self, output: RequestOutput) -> None:
+        """Take in one output of the engine."""
+        if not output.finished:
+            return
+        self._tokens += len(output.outputs[0].token_ids)
+        elapsed = self._bar.tasks[0].elapsed or 0.0
+        speed = f"{self._tokens / elapsed:.1f} tokens/s" if elapsed > 0 else ""
+        self._bar.update(self._task, advance=1, speed=speed)
