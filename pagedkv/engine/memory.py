@@ -34,7 +34,7 @@ class MemoryRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryPlan:
-    """The budget as decided. `rule` names the setting that decided; `room` is what the cache could have had, if known."""
+    """The budget as decided. `rule` names the setting that decided; `room` is what the cache could have, if known."""
 
     num_blocks: int
     cost: PoolCost
@@ -96,9 +96,7 @@ def plan_memory(
         size, rule = _size(request, room, kv_budget)
         blocks = min((size - cost.fixed) // cost.per_block, request.useful_blocks)
         if blocks == request.useful_blocks:
-            rule = (
-                f"max_num_seqs={request.max_num_seqs} x max_model_len={request.max_model_len}, all of {rule} not needed"
-            )
+            rule = f"max_num_seqs={request.max_num_seqs} x max_model_len={request.max_model_len}, less than {rule}"
         room = size if room is None else min(room, size)
     plan = MemoryPlan(
         num_blocks=max(blocks, 2),
@@ -124,8 +122,8 @@ def _size(
     if request.kv_cache_bytes is not None:
         if room is not None and request.kv_cache_bytes > room:
             raise OutOfDeviceMemory(
-                f"kv_cache_memory={show_bytes(request.kv_cache_bytes)} does not fit: {show_bytes(max(room, 0))} are left "
-                f"beside weights ({show_bytes(request.weights)}) and workspace ({show_bytes(request.workspace)})",
+                f"kv_cache_memory={show_bytes(request.kv_cache_bytes)} does not fit: {show_bytes(max(room, 0))} "
+                f"are left beside weights ({show_bytes(request.weights)}) and workspace ({show_bytes(request.workspace)})",
                 requested=request.kv_cache_bytes,
                 free=max(room, 0),
             )

@@ -20,7 +20,7 @@ _KEYS = ("prompt", "prompt_token_ids", "cache_salt")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
-    """One prompt; `text` is None when ids were given. `salt` binds its cached prefix to who else gives the same salt."""
+    """One prompt; `text` is None when ids were given. Cached prefixes are shared only within one `salt`."""
 
     text: str | None
     ids: Int32

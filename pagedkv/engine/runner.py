@@ -26,7 +26,7 @@ class Runner:
             self._clear()
 
     def _clear(self) -> None:
-        """Blocks that were never written may hold NaN, which such a backend would read: copy the null block over them."""
+        """Blocks never written may hold NaN, which such a backend would read: copy the null block over them."""
         for start in range(1, self.pool.num_blocks, _CLEAR):
             to = np.arange(start, min(start + _CLEAR, self.pool.num_blocks), dtype=np.int32)
             pairs = np.stack([np.zeros_like(to), to], axis=1)

@@ -1,4 +1,4 @@
-"""From settings to a running engine's parts: choose, check, size, load. Nothing is read that a check could refuse first."""
+"""From settings to a running engine's parts: choose, check, size, load; what a check can refuse is not read first."""
 
 from __future__ import annotations
 
