@@ -161,7 +161,7 @@ class _Talk:
             return given
         if not declared or facts["dtype"] != "fp32":
             return False
-        on = not self.excluded(facts, chosen | {BATCH_INVARIANT}) or bool(self.excluded(facts, chosen))
+        on = self.excluded(facts, chosen | {BATCH_INVARIANT}) == self.excluded(facts, chosen)
         why = "by default in fp32" if on else "it cannot be combined with the other settings"
         self.notes.append(f"batch_invariant {on}: {why}")
         return on

@@ -161,9 +161,10 @@ def blamed(found: Found, doing: str, passes: tuple[type[BaseException], ...] = (
 
 def refusal(found: Found, what: str, cause: BaseException | None = None) -> BackendLoadError:
     """The error for a plugin that is broken, with what to do about it."""
+    ours = "install pagedkv again (pip install . in the clone)"
+    theirs = f"update it (pip install -U {found.distribution}) or remove it (pip uninstall {found.distribution})"
     return BackendLoadError(
-        f"{found} cannot be used: {what}; update it (pip install -U {found.distribution}) or remove it "
-        f"(pip uninstall {found.distribution})",
+        f"{found} cannot be used: {what}; {ours if found.distribution == 'pagedkv' else theirs}",
         distribution=found.distribution,
         version=found.version,
         cause=cause,

@@ -54,12 +54,12 @@ def requested(backend: str | None = None) -> tuple[str | None, str]:
         raise ConfigError(f"backend must be a name such as 'cpu', or None for the best one, not {backend!r}")
     argument = (backend or "").strip().lower()
     variable = os.environ.get("PAGEDKV_BACKEND", "").strip().lower()
-    if argument and variable and argument != variable:
-        _log.warning("PAGEDKV_BACKEND=%s has no effect here: the argument names %r", variable, argument)
     name = argument or variable
-    if not name or name == AUTO:
-        return None, "automatic"
-    return name, "chosen by argument" if argument else "chosen by PAGEDKV_BACKEND"
+    if argument and variable and argument != variable:
+        why = f"chosen by argument, which comes before PAGEDKV_BACKEND={variable}"
+    else:
+        why = "chosen by argument" if argument else "chosen by PAGEDKV_BACKEND"
+    return (None, "automatic") if name in ("", AUTO) else (name, why)
 
 
 def _explicit(name: str, why: str, device: int | None) -> Selected:

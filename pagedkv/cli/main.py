@@ -1,0 +1,79 @@
+"""The `pagedkv` command: a group whose commands are imported when they run, so that help and version stay fast."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from typing import Any
+
+import click
+
+from pagedkv import __version__
+from pagedkv.cli.common import CONTEXT, logging_options, reported, set_up_logging
+from pagedkv.environment import check_environment
+
+COMMANDS = {
+    "generate": ("pagedkv.cli.generate", "Answer one or more prompts."),
+    "bench": ("pagedkv.cli.bench", "Measure throughput, latency and memory against batch size."),
+    "backends": ("pagedkv.cli.backends", "List the installed backends, their devices, and every reason for a no."),
+    "doctor": ("pagedkv.cli.doctor", "Show what is here, what would be chosen and why."),
+}
+"""Command -> the module that has it under the same name, and its line in the help text."""
+
+
+class LazyGroup(click.Group):
+    """Knows its commands by name; a module is imported when its command is asked for."""
+
+    def make_context(self, *args: Any, **kwargs: Any) -> click.Context:
+        """Set logging up before any option is read: `--quiet` and its like change it."""
+        with reported():
+            set_up_logging()
+        return super().make_context(*args, **kwargs)
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """The commands that are built, in the order of `COMMANDS`."""
+        return [name for name, (module, _) in COMMANDS.items() if importlib.util.find_spec(module) is not None]
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """The command, with the options that all share; None when there is none of that name."""
+        if cmd_name not in self.list_commands(ctx):
+            return None
+        command: click.Command = getattr(importlib.import_module(COMMANDS[cmd_name][0]), cmd_name)
+        taken = {name for parameter in command.params for name in (*parameter.opts, *parameter.secondary_opts)}
+        command.params.extend(option for option in logging_options() if taken.isdisjoint(option.opts))
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """The list in the help text, without importing any of them."""
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, COMMANDS[name][1]) for name in self.list_commands(ctx)])
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run the command; our errors end as one message on standard error."""
+        with reported():
+            return super().invoke(ctx)
+
+
+@click.group(cls=LazyGroup, context_settings=CONTEXT, params=logging_options())
+@click.version_option(__version__, "-V", "--version", prog_name="pagedkv", message="%(prog)s %(version)s")
+def pagedkv() -> None:
+    """Run language models with a paged KV cache on whatever hardware is there.
+
+    \b
+    pagedkv generate demo --prompt "What is the capital of France?" --chat
+    pagedkv backends
+    pagedkv doctor --json
+
+    Results go to standard output, logs and progress to standard error. PAGEDKV_BACKEND chooses a backend,
+    PAGEDKV_LOG_LEVEL how much is logged. COMMAND --help shows examples for each command.
+    """
+    check_environment()
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Entry point of the `pagedkv` script."""
+    pagedkv.main(args=arguments, prog_name="pagedkv")
+
+
+if __name__ == "__main__":
+    main()
