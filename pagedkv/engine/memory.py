@@ -123,7 +123,8 @@ def _size(
         if room is not None and request.kv_cache_bytes > room:
             raise OutOfDeviceMemory(
                 f"kv_cache_memory={show_bytes(request.kv_cache_bytes)} does not fit: {show_bytes(max(room, 0))} "
-                f"are left beside weights ({show_bytes(request.weights)}) and workspace ({show_bytes(request.workspace)})",
+                f"are left beside weights ({show_bytes(request.weights)}) and workspace "
+                f"({show_bytes(request.workspace)})",
                 requested=request.kv_cache_bytes,
                 free=max(room, 0),
             )

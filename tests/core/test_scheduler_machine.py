@@ -1,0 +1,117 @@
+"""The core under random histories, against a dict model of what every slot holds (U11, U12, U13, U23, U35, U38)."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, multiple, rule
+
+from pagedkv.api.errors import RequestTooLong
+from pagedkv.core.request import Reason, Request, State
+from tests.helpers.core_rig import VOCAB, Rig, solo
+
+PROMPTS = st.lists(st.integers(0, 1), min_size=1, max_size=24)
+
+
+class CoreMachine(RuleBasedStateMachine):
+    requests = Bundle("requests")
+
+    @initialize(
+        block_size=st.sampled_from([1, 3, 4, 16]),
+        num_blocks=st.integers(3, 24),
+        max_num_seqs=st.integers(1, 5),
+        extra=st.integers(0, 20),
+        chunked=st.booleans(),
+        caching=st.booleans(),
+        max_overtakes=st.integers(0, 3),
+    )
+    def build(self, block_size, num_blocks, max_num_seqs, extra, chunked, caching, max_overtakes):
+        self.rig = Rig(
+            block_size=block_size,
+            num_blocks=num_blocks,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_seqs + extra,
+            max_model_len=40,
+            chunked_prefill=chunked,
+            prefix_caching=caching,
+            max_overtakes=max_overtakes,
+        )
+        self.expected: dict[int, tuple[Request, list[int]]] = {}
+
+    @rule(
+        target=requests,
+        prompt=PROMPTS,
+        max_tokens=st.integers(1, 12),
+        end=st.sampled_from([(), (3,), (0, 4)]),
+        priority=st.integers(0, 2),
+        salt=st.sampled_from([b"", b"a"]),
+    )
+    def add(self, prompt, max_tokens, end, priority, salt):
+        before = len(self.rig.scheduler.waiting)
+        try:
+            request = self.rig.add(prompt, max_tokens, end_ids=end, priority=priority, salt=salt)
+        except RequestTooLong as error:
+            assert len(self.rig.scheduler.waiting) == before
+            assert error.needed > error.available
+            return multiple()
+        self.expected[request.id] = (request, solo(prompt, max_tokens, end, salt))
+        return request
+
+    @rule(target=requests, parent=requests)
+    def fork(self, parent):
+        if parent.state is State.FINISHED:
+            return multiple()
+        child = self.rig.scheduler.fork(parent)
+        self.expected[child.id] = (child, self.expected[parent.id][1])
+        return child
+
+    @rule(request=requests)
+    def abort(self, request):
+        was_open = request.state is not State.FINISHED
+        assert self.rig.scheduler.abort(request) == was_open
+
+    @rule()
+    def step(self):
+        self.rig.step()
+
+    @rule(request=requests)
+    def abort_while_a_step_is_computed(self, request):
+        step = self.rig.scheduler.schedule()
+        if step is not None:
+            self.rig.compute(step, between=lambda: self.rig.scheduler.abort(request))
+
+    @rule()
+    def reset_cache(self):
+        self.rig.scheduler.reset_prefix_cache()
+        assert self.rig.scheduler.pool.num_cached == 0
+
+    @invariant()
+    def sound(self):
+        if not hasattr(self, "rig"):
+            return
+        scheduler = self.rig.scheduler
+        scheduler.check()
+        pool = scheduler.pool
+        assert pool.available + pool.num_used == self.rig.config.num_blocks - 1
+        assert 0 <= pool.num_cached <= pool.available
+        assert len(scheduler.running) + scheduler.rows.num_free == self.rig.config.max_num_seqs
+
+    def teardown(self):
+        if not hasattr(self, "rig"):
+            return
+        self.rig.drain()
+        for request, expected in self.expected.values():
+            assert request.state is State.FINISHED
+            if request.reason is Reason.ABORT:
+                assert request.output_ids == expected[: len(request.output_ids)]
+            else:
+                assert request.output_ids == expected
+                assert request.reason is (Reason.STOP if expected[-1] in request.end_ids else Reason.LENGTH)
+
+
+TestCoreMachine = pytest.mark.filterwarnings("ignore")(CoreMachine.TestCase)
+TestCoreMachine.settings = settings(
+    max_examples=120, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+)
+assert VOCAB == 5, "end ids above are drawn from the rig's vocabulary"
