@@ -82,10 +82,11 @@ def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> None:
 def silu_mul(x: Tensor) -> Tensor:
     """`silu_mul`: silu(gate) * up of x = [gate, up] [T, 2 I] -> [T, I], silu(g) = g / (1 + exp(-g)). Dims: dim = I."""
     gate, up = x.chunk(2, dim=-1)
-    wide = gate.float()
     # Not F.silu: the bits of its last few entries depend on the shape of the whole tensor.
-    activated = wide / torch.exp(-wide).add_(1.0)
-    return activated.to(x.dtype) * up
+    wide = gate.neg().float()
+    wide.exp_().add_(1.0)
+    torch.div(gate, wide, out=wide)
+    return wide.to(x.dtype).mul_(up)
 
 
 def embedding(ids: Tensor, table: Tensor) -> Tensor:
