@@ -1,0 +1,291 @@
+"""The strict reader of config.json: what it accepts, what it makes of it, and what it refuses by name."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pagedkv.api.errors import ModelError
+from pagedkv.models.hf_config import parse_hf_config
+from tests.helpers.tiny_models import FAMILIES, build_model
+
+LLAMA: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 1000,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "rms_norm_eps": 1e-5,
+    "hidden_act": "silu",
+    "torch_dtype": "bfloat16",
+}
+QWEN = {**LLAMA, "model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]}
+MISTRAL = {**LLAMA, "model_type": "mistral", "architectures": ["MistralForCausalLM"]}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+
+# config.json of HuggingFaceTB/SmolLM2-135M-Instruct, as published
+SMOLLM2 = json.loads("""{
+  "architectures": ["LlamaForCausalLM"], "attention_bias": false, "attention_dropout": 0.0, "bos_token_id": 1,
+  "eos_token_id": 2, "hidden_act": "silu", "hidden_size": 576, "initializer_range": 0.041666666666666664,
+  "intermediate_size": 1536, "is_llama_config": true, "max_position_embeddings": 8192, "mlp_bias": false,
+  "model_type": "llama", "num_attention_heads": 9, "num_hidden_layers": 30, "num_key_value_heads": 3,
+  "pad_token_id": 2, "pretraining_tp": 1, "rms_norm_eps": 1e-05, "rope_interleaved": false, "rope_scaling": null,
+  "rope_theta": 100000, "tie_word_embeddings": true, "torch_dtype": "bfloat16",
+  "transformers.js_config": {"kv_cache_dtype": {"q4f16": "float16", "fp16": "float16"}},
+  "transformers_version": "4.42.3", "use_cache": true, "vocab_size": 49152}""")
+
+# config.json of Qwen/Qwen2.5-0.5B-Instruct, as published
+QWEN25 = json.loads("""{
+  "architectures": ["Qwen2ForCausalLM"], "attention_dropout": 0.0, "bos_token_id": 151643, "eos_token_id": 151645,
+  "hidden_act": "silu", "hidden_size": 896, "initializer_range": 0.02, "intermediate_size": 4864,
+  "max_position_embeddings": 32768, "max_window_layers": 21, "model_type": "qwen2", "num_attention_heads": 14,
+  "num_hidden_layers": 24, "num_key_value_heads": 2, "rms_norm_eps": 1e-06, "rope_theta": 1000000.0,
+  "sliding_window": 32768, "tie_word_embeddings": true, "torch_dtype": "bfloat16", "transformers_version": "4.43.1",
+  "use_cache": true, "use_sliding_window": false, "vocab_size": 151936}""")
+
+
+def _with(base: dict[str, Any] = LLAMA, **changes: Any) -> dict[str, Any]:
+    return {**base, **changes}
+
+
+def _refused(config: Any, *texts: str, generation: Any = None) -> None:
+    with pytest.raises(ModelError) as caught:
+        parse_hf_config(config, generation)
+    for text in texts:
+        assert text in str(caught.value)
+
+
+def test_a_plain_llama() -> None:
+    config = parse_hf_config(LLAMA, None)
+    assert (config.architecture, config.dtype, config.head_dim, config.windows) == ("llama", "bf16", 16, (None, None))
+    assert (config.rope.kind, config.rope.theta, config.rope.dim) == ("default", 10000.0, 16)
+    assert not (config.qkv_bias or config.o_bias or config.mlp_bias or config.qk_norm or config.tie_word_embeddings)
+    assert config.eos_token_ids == ()
+    assert config.bos_token_id is None
+    specs = config.layer_specs()
+    assert [(s.q_heads, s.kv_heads, s.k_dim, s.scale) for s in specs] == [(4, 2, 16, 0.25)] * 2
+
+
+def test_published_configs_are_read() -> None:
+    smol = parse_hf_config(SMOLLM2, {"_from_model_config": True, "bos_token_id": 1, "eos_token_id": 2})
+    assert (smol.head_dim, smol.tie_word_embeddings, smol.rope.theta, smol.max_position) == (64, True, 100000.0, 8192)
+    assert (smol.bos_token_id, smol.eos_token_ids) == (1, (2,))
+    qwen = parse_hf_config(QWEN25, {"eos_token_id": [151645, 151643], "top_p": 0.8})
+    assert (qwen.qkv_bias, qwen.o_bias, set(qwen.windows)) == (True, False, {None})
+    assert qwen.eos_token_ids == (151645, 151643)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_transformers_itself_writes_is_read(tmp_path: Path, family: str) -> None:
+    model = build_model(family)
+    model.config.save_pretrained(tmp_path)
+    config = parse_hf_config(json.loads((tmp_path / "config.json").read_text()), None)
+    attention = model.model.layers[0].self_attn
+    assert config.num_heads * config.head_dim == attention.q_proj.out_features
+    assert config.num_kv_heads * config.head_dim == attention.k_proj.out_features
+    assert config.qkv_bias == (attention.k_proj.bias is not None)
+    assert config.o_bias == (attention.o_proj.bias is not None)
+    assert config.mlp_bias == (model.model.layers[0].mlp.down_proj.bias is not None)
+    assert config.qk_norm == hasattr(attention, "q_norm")
+
+
+def test_end_ids_of_both_files_all_count() -> None:
+    config = parse_hf_config(_with(eos_token_id=5, bos_token_id=1), {"eos_token_id": [7, 5, 9]})
+    assert config.eos_token_ids == (7, 5, 9)
+    assert parse_hf_config(_with(eos_token_id=[2, 3]), {"eos_token_id": 3}).eos_token_ids == (3, 2)
+    assert parse_hf_config(LLAMA, {"bos_token_id": 4}).bos_token_id == 4
+    _refused(_with(eos_token_id=1000), "eos_token_id", "999")
+    _refused(_with(eos_token_id=[1, True]), "eos_token_id")
+    _refused(LLAMA, "generation_config.json", "eos_token_id", generation={"eos_token_id": "</s>"})
+    _refused(LLAMA, "generation_config.json", generation=[1])
+
+
+def test_unknown_fields_are_refused_with_their_values_unless_null() -> None:
+    _refused(
+        _with(final_logit_softcapping=30.0, clip_qkv=8), "final_logit_softcapping = 30.0", "clip_qkv = 8", "remove"
+    )
+    _refused(_with(causal=False), "causal = False")
+    _refused(_with(scale_depth=0), "scale_depth = 0")
+    assert parse_hf_config(_with(final_logit_softcapping=None), None) == parse_hf_config(LLAMA, None)
+
+
+@pytest.mark.parametrize(
+    ("field", "neutral", "other"),
+    [
+        ("rope_interleaved", False, True),
+        ("is_encoder_decoder", False, True),
+        ("is_causal", True, False),
+        ("pruned_heads", {}, {"0": [1]}),
+        ("partial_rotary_factor", 1.0, 0.5),
+        ("sliding_window", None, 64),
+        ("quantization_config", None, {"quant_method": "awq"}),
+        ("auto_map", {"AutoTokenizer": "x.Y"}, {"AutoModelForCausalLM": "modeling_own.Own"}),
+        ("hidden_act", "silu", "gelu"),
+        ("use_qk_norm", False, True),
+    ],
+)
+def test_fields_that_are_known_at_their_neutral_value_only(field: str, neutral: Any, other: Any) -> None:
+    assert parse_hf_config(_with(**{field: neutral}), None) == parse_hf_config(LLAMA, None)
+    _refused(_with(**{field: other}), field)
+
+
+def test_other_kinds_of_model_are_refused_by_name() -> None:
+    _refused(_with(model_type="gemma3_text"), "gemma3_text", "llama")
+    _refused(_with(model_type=None), "model_type")
+    _refused(_with(architectures=["LlamaForSequenceClassification"]), "LlamaForSequenceClassification")
+    _refused(_with(architectures=["Qwen2ForCausalLM"]), "Qwen2ForCausalLM")
+    _refused(_with(quantization_config={"quant_method": "gptq", "bits": 4}), "quantization_config", "gptq", "GGUF")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"num_attention_heads": 0},
+        {"num_attention_heads": True},
+        {"num_attention_heads": "4"},
+        {"num_attention_heads": 4.0},
+        {"num_attention_heads": 5},
+        {"num_key_value_heads": 3},
+        {"hidden_size": -64},
+        {"hidden_size": None},
+        {"hidden_size": 66},
+        {"head_dim": 15},
+        {"vocab_size": 2**40},
+        {"intermediate_size": 10**30},
+        {"num_hidden_layers": 10**6},
+        {"max_position_embeddings": 0},
+        {"rms_norm_eps": math.nan},
+        {"rms_norm_eps": -1e-5},
+        {"rms_norm_eps": "1e-5"},
+        {"rope_theta": math.inf},
+        {"rope_theta": 0},
+        {"tie_word_embeddings": 1},
+        {"attention_bias": "false"},
+        {"torch_dtype": "float8_e4m3fn"},
+        {"dtype": "float16"},
+        {"rope_scaling": [1]},
+        {"rope_scaling": "linear"},
+        {"layer_types": ["full_attention"]},
+        {"layer_types": ["full_attention", "linear_attention"]},
+    ],
+    ids=str,
+)
+def test_inconsistent_or_hostile_values_are_refused_by_name(changes: dict[str, Any]) -> None:
+    _refused(_with(**changes), next(iter(changes)))
+
+
+def test_a_message_does_not_grow_with_a_hostile_value() -> None:
+    with pytest.raises(ModelError) as caught:
+        parse_hf_config(_with(unknown="\x1b[2J" * 10**5), None)
+    assert len(str(caught.value)) < 600
+    assert "\x1b" not in str(caught.value)
+
+
+def test_no_object_is_refused() -> None:
+    _refused([LLAMA], "config.json", "JSON object")
+
+
+def test_the_older_and_the_newer_rope_fields_mean_the_same() -> None:
+    old = parse_hf_config(_with(rope_theta=5e5, rope_scaling=LLAMA3), None)
+    new = parse_hf_config(_with(rope_parameters={**LLAMA3, "rope_theta": 5e5}), None)
+    assert old == new
+    assert (old.rope.kind, old.rope.factor, old.rope.original_max_position) == ("llama3", 8.0, 64)
+    assert (old.rope.low_freq_factor, old.rope.high_freq_factor) == (1.0, 4.0)
+    oldest = parse_hf_config(_with(rope_scaling={"type": "linear", "factor": 2}), None)
+    assert (oldest.rope.kind, oldest.rope.factor) == ("linear", 2.0)
+
+
+def test_yarn_reaches_factor_times_its_original_length() -> None:
+    given = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
+    config = parse_hf_config(_with(rope_scaling=given), None)
+    assert (config.rope.kind, config.rope.original_max_position, config.max_position) == ("yarn", 128, 512)
+    assert parse_hf_config(_with(max_position_embeddings=4096, rope_scaling=given), None).max_position == 4096
+    whole = {"rope_type": "yarn", "factor": None, "original_max_position_embeddings": 32}
+    assert parse_hf_config(_with(rope_scaling=whole), None).rope.factor == 4.0
+    outside = {"rope_type": "yarn", "factor": 2.0}
+    config = parse_hf_config(_with(rope_scaling=outside, original_max_position_embeddings=32), None)
+    assert config.rope.original_max_position == 32
+
+
+@pytest.mark.parametrize(
+    ("rope", "text"),
+    [
+        ({"rope_type": "dynamic", "factor": 2.0}, "dynamic"),
+        ({"type": "su", "short_factor": [1.0]}, "su"),
+        ({"type": "mrope", "mrope_section": [1, 2]}, "mrope"),
+        ({"rope_type": "linear", "type": "yarn", "factor": 2.0}, "type"),
+        ({"rope_type": "linear"}, "factor"),
+        ({"rope_type": "linear", "factor": 0.5}, "factor"),
+        ({"rope_type": "linear", "factor": True}, "factor"),
+        ({"rope_type": "linear", "factor": 2.0, "beta_fast": 3}, "beta_fast"),
+        ({"rope_type": "default", "mrope_section": [1, 2]}, "mrope_section"),
+        ({**LLAMA3, "high_freq_factor": 1.0}, "high_freq_factor"),
+        ({**LLAMA3, "low_freq_factor": None}, "low_freq_factor"),
+        ({**LLAMA3, "original_max_position_embeddings": -1}, "original_max_position_embeddings"),
+        ({"rope_type": "yarn", "factor": 2.0, "beta_fast": 1, "beta_slow": 2}, "beta_fast"),
+        ({"rope_type": "yarn", "factor": 1e6, "original_max_position_embeddings": 10**6}, "factor"),
+        ({"rope_type": "yarn", "factor": math.nan}, "factor"),
+        ({"rope_type": ["yarn"]}, "rope type"),
+        ({"full_attention": {"rope_type": "default"}}, "full_attention"),
+        ({"rope_type": "linear", "factor": 2.0, "partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+    ],
+    ids=str,
+)
+def test_rope_that_is_not_understood_is_refused_by_name(rope: dict[str, Any], text: str) -> None:
+    _refused(_with(rope_scaling=rope), text)
+    _refused(_with(rope_parameters=rope), text)
+
+
+def test_contradictions_within_the_rope_fields_are_refused() -> None:
+    linear = {"rope_type": "linear", "factor": 2.0}
+    _refused(_with(rope_scaling=linear, rope_parameters={**linear, "factor": 4.0}), "disagree")
+    _refused(_with(rope_theta=1e4, rope_parameters={"rope_type": "default", "rope_theta": 1e6}), "rope_theta")
+    _refused(_with(original_max_position_embeddings=32, rope_scaling=LLAMA3), "original_max_position_embeddings")
+
+
+def test_windows_of_each_family() -> None:
+    assert parse_hf_config(_with(MISTRAL, sliding_window=8), None).windows == (8, 8)
+    assert parse_hf_config(_with(MISTRAL, sliding_window=None), None).windows == (None, None)
+    assert parse_hf_config(MISTRAL, None).windows == (4096, 4096), "what transformers assumes"
+    _refused(_with(MISTRAL, sliding_window=8, layer_types=["full_attention", "sliding_attention"]), "layer_types")
+    _refused(_with(MISTRAL, sliding_window=0), "sliding_window")
+    on = _with(QWEN, use_sliding_window=True, sliding_window=8)
+    assert parse_hf_config(_with(on, max_window_layers=1), None).windows == (None, 8)
+    assert parse_hf_config(on, None).windows == (None, None), "max_window_layers is 28 where it is absent"
+    types = ["sliding_attention", "full_attention"]
+    assert parse_hf_config(_with(on, max_window_layers=1, layer_types=types), None).windows == (8, None)
+    assert parse_hf_config(_with(QWEN, sliding_window=8, max_window_layers=0), None).windows == (None, None)
+    _refused(_with(QWEN, sliding_window=8, layer_types=types), "layer_types")
+
+
+def test_biases_of_each_family() -> None:
+    llama = parse_hf_config(_with(attention_bias=True, mlp_bias=True), None)
+    assert (llama.qkv_bias, llama.o_bias, llama.mlp_bias) == (True, True, True)
+    assert parse_hf_config(_with(QWEN, attention_bias=True), None).o_bias is False
+    _refused(_with(QWEN, attention_bias=False), "attention_bias")
+    _refused(_with(QWEN, mlp_bias=True), "mlp_bias")
+    _refused(_with(MISTRAL, attention_bias=True), "attention_bias")
+
+
+def test_what_a_family_leaves_out() -> None:
+    old = {k: v for k, v in LLAMA.items() if k not in ("num_key_value_heads", "torch_dtype", "architectures")}
+    assert parse_hf_config(old, None).num_kv_heads == 4
+    assert parse_hf_config(old, None).dtype is None
+    _refused({k: v for k, v in QWEN.items() if k != "num_key_value_heads"}, "num_key_value_heads")
+    qwen3 = _with(model_type="qwen3", architectures=["Qwen3ForCausalLM"])
+    assert parse_hf_config(qwen3, None).head_dim == 128
+    assert parse_hf_config(_with(qwen3, head_dim=32), None).qk_norm
