@@ -18,8 +18,8 @@ import jinja2
 import jinja2.ext
 from jinja2 import nodes
 from jinja2.compiler import CodeGenerator, Frame
-from jinja2.filters import FILTERS
 from jinja2.exceptions import SecurityError
+from jinja2.filters import FILTERS
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 

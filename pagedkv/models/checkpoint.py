@@ -11,6 +11,8 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
+import numpy as np
+
 from pagedkv.api.errors import ConfigError, ModelError
 from pagedkv.models.config import ModelConfig
 from pagedkv.models.gguf import GgufFile, TensorInfo
@@ -22,7 +24,7 @@ from pagedkv.models.gguf_config import (
     main_type,
     parse_gguf_config,
 )
-from pagedkv.models.gguf_quants import CHUNK_WEIGHTS, dequantize_into
+from pagedkv.models.gguf_quants import CHUNK_WEIGHTS, Bytes, dequantize_into
 from pagedkv.models.safetensors_files import SafetensorsFiles
 from pagedkv.models.tensor_shapes import check_tensors, tensor_shapes
 from pagedkv.models.tokenizer import Tokenizer, load_hf_tokenizer, read_json
@@ -285,13 +287,18 @@ class GgufCheckpoint:
         if name not in self._names:
             raise ModelError(f"{self.path}: the model has no tensor {name!r}.")
         info = self._file.tensors[gguf_name(name)]
-        tensor = _dequantize(self._file, info, dtype)
+        raw = self._file.raw(info)
+        if self._interleaved and (heads := self._heads_of(name)):
+            raw = _halves_from_pairs(raw, info, heads)
+        tensor = _dequantize(raw, info, dtype)
         _check_range(tensor, f"{self.path}: tensor {info.name!r}")
-        if self._interleaved and ".q_proj." in name:
-            return _halves_from_pairs(tensor, self.config.num_heads)
-        if self._interleaved and ".k_proj." in name:
-            return _halves_from_pairs(tensor, self.config.num_kv_heads)
         return tensor
+
+    def _heads_of(self, name: str) -> int:
+        """How many heads the rows of a rotated projection belong to; 0 for every other tensor."""
+        if ".q_proj." in name:
+            return self.config.num_heads
+        return self.config.num_kv_heads if ".k_proj." in name else 0
 
     def tokenizer(self) -> Tokenizer:
         """The file's tokenizer, or the one named when it was opened."""
@@ -302,11 +309,11 @@ class GgufCheckpoint:
         self._file.close()
 
 
-def _dequantize(file: GgufFile, info: TensorInfo, dtype: torch.dtype) -> torch.Tensor:
+def _dequantize(raw: Bytes, info: TensorInfo, dtype: torch.dtype) -> torch.Tensor:
     """The tensor in `dtype`, converted piece by piece so that no float32 copy of it exists beside the result."""
     import torch
 
-    raw, kind = file.raw(info), info.type
+    kind = info.type
     result = torch.empty(info.shape, dtype=dtype)
     if dtype == torch.float32:
         dequantize_into(raw, kind, result.numpy())
@@ -320,13 +327,19 @@ def _dequantize(file: GgufFile, info: TensorInfo, dtype: torch.dtype) -> torch.T
     return result
 
 
-def _halves_from_pairs(tensor: torch.Tensor, num_heads: int) -> torch.Tensor:
+def _halves_from_pairs(raw: Bytes, info: TensorInfo, num_heads: int) -> Bytes:
     """Undo llama.cpp's order of q and k rows: in each head (2i, 2i + 1) there is (i, i + dim / 2) here.
 
-    tensor [heads * dim, ...] -> the same shape. Source: `permute` in llama.cpp's convert_hf_to_gguf.py.
+    raw [bytes] of a tensor [heads * dim, ...] -> the same bytes, whole rows moved. Source: `permute` in llama.cpp's
+    convert_hf_to_gguf.py. Raises `ModelError` for a quantized bias, whose rows share blocks.
     """
-    pairs = tensor.view(num_heads, tensor.shape[0] // num_heads // 2, 2, -1)
-    return pairs.transpose(1, 2).reshape(tensor.shape).contiguous()
+    rows = info.shape[0]
+    if info.type.quantized and len(info.shape) == 1:
+        raise ModelError(
+            f"tensor {info.name!r} is a bias of type {info.type.name}; biases are read as F32, F16 or BF16."
+        )
+    pairs = raw.reshape(num_heads, rows // num_heads // 2, 2, len(raw) // rows)
+    return np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(-1)
 
 
 def _check_range(tensor: torch.Tensor, what: str) -> None:

@@ -22,8 +22,9 @@ from pagedkv.api.errors import ModelError
 Bytes = npt.NDArray[np.uint8]
 Floats = npt.NDArray[np.float32]
 
-CHUNK_WEIGHTS = 1 << 18
-"""Weights converted at a time: 1 MiB of float32, so that every pass after the first one hits the cache."""
+CHUNK_WEIGHTS = 1 << 15
+"""Weights converted at a time: 128 KiB of float32, so that every pass after the first one hits the cache, and few enough
+that torch copies them without waking its thread pool, which costs more than it gives here."""
 
 
 @dataclass(frozen=True, slots=True)
