@@ -130,7 +130,7 @@ def parse_hf_config(config: Mapping[str, Any], generation_config: Mapping[str, A
     parsed = ModelConfig(
         **{**sizes, "max_position": _reach(rope, sizes["max_position"])},
         **biases,
-        architecture=fields.text("model_type"),
+        architecture=family.architecture,
         rms_norm_eps=fields.number("rms_norm_eps", 1e-6, low=0.0, high=1.0),
         rope=rope,
         windows=windows,

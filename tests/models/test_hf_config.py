@@ -71,7 +71,12 @@ def _refused(config: Any, *texts: str, generation: Any = None) -> None:
 
 def test_a_plain_llama() -> None:
     config = parse_hf_config(LLAMA, None)
-    assert (config.architecture, config.dtype, config.head_dim, config.windows) == ("llama", "bf16", 16, (None, None))
+    assert (config.architecture, config.dtype, config.head_dim, config.windows) == (
+        "LlamaForCausalLM",
+        "bf16",
+        16,
+        (None, None),
+    )
     assert (config.rope.kind, config.rope.theta, config.rope.dim) == ("default", 10000.0, 16)
     assert not (config.qkv_bias or config.o_bias or config.mlp_bias or config.qk_norm or config.tie_word_embeddings)
     assert config.eos_token_ids == ()
