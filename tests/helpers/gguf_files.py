@@ -1,0 +1,157 @@
+"""Small GGUF files, written with the `gguf` package: the independent side of many tests."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+
+from tests.helpers.tiny_models import VOCAB_SIZE
+
+ARCHITECTURE_KEYS: dict[str, Any] = {
+    "block_count": 3,
+    "context_length": 256,
+    "embedding_length": 48,
+    "feed_forward_length": 80,
+    "attention.head_count": 4,
+    "attention.head_count_kv": 2,
+    "attention.layer_norm_rms_epsilon": 1e-6,
+    "rope.freq_base": 10000.0,
+}
+"""The sizes of `tests.helpers.tiny_models`, under GGUF's names."""
+
+_NAMES = {
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "lm_head": "output",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+
+
+def byte_alphabet() -> list[str]:
+    """The 256 characters that stand for bytes in a byte-level vocabulary, in the order of GPT-2's table."""
+    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    moved = {byte: 256 + rank for rank, byte in enumerate(byte for byte in range(256) if byte not in plain)}
+    return [chr(moved.get(byte, byte)) for byte in range(256)]
+
+
+def byte_vocabulary(size: int = VOCAB_SIZE) -> dict[str, Any]:
+    """Tokenizer keys: bytes, five merges, two control tokens, and unused tokens up to `size`."""
+    merges = ["h e", "l l", "he ll", "Ġ w", "o r"]
+    tokens = [*byte_alphabet(), *(merge.replace(" ", "") for merge in merges), "<|im_start|>", "<|im_end|>"]
+    types = [1] * 261 + [3, 3] + [5] * (size - 263)
+    tokens += [f"[UNUSED_{index}]" for index in range(263, size)]
+    return {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "gpt-2",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": types,
+        "tokenizer.ggml.merges": merges,
+        "tokenizer.ggml.bos_token_id": 261,
+        "tokenizer.ggml.eos_token_id": 262,
+        "tokenizer.chat_template": "{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}",
+    }
+
+
+def write_gguf(
+    path: Path,
+    architecture: str,
+    keys: Mapping[str, Any],
+    tensors: Mapping[str, np.ndarray],
+    types: Mapping[str, gguf.GGMLQuantizationType] | None = None,
+) -> Path:
+    """Write a file; a key without a dot before `general` or `tokenizer` belongs to the architecture.
+
+    `types` quantizes those tensors; a value of a key of type float is written as float32, an int as uint32.
+    """
+    writer = gguf.GGUFWriter(path, architecture)
+    for key, value in keys.items():
+        full = key if key.startswith(("general.", "tokenizer.", "split.")) else f"{architecture}.{key}"
+        _add(writer, full, value)
+    for name, array in tensors.items():
+        kind = (types or {}).get(name)
+        if kind is None:
+            writer.add_tensor(name, array)
+        else:
+            writer.add_tensor(name, gguf.quants.quantize(array, kind), raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
+    if isinstance(value, bool):
+        writer.add_bool(key, value)
+    elif isinstance(value, int):
+        writer.add_uint32(key, value)
+    elif isinstance(value, float):
+        writer.add_float32(key, value)
+    elif isinstance(value, str):
+        writer.add_string(key, value)
+    else:
+        writer.add_array(key, value)
+
+
+def interleaved(rows: np.ndarray, num_heads: int) -> np.ndarray:
+    """q or k rows in llama.cpp's order: row 2i of a head is row i here, row 2i + 1 is row i + dim / 2."""
+    dim = rows.shape[0] // num_heads
+    order = [
+        head * dim + half * (dim // 2) + i for head in range(num_heads) for i in range(dim // 2) for half in (0, 1)
+    ]
+    return rows[order]
+
+
+def from_state_dict(
+    state: Mapping[str, Any], architecture: str, heads: int = 4, kv_heads: int = 2
+) -> dict[str, np.ndarray]:
+    """The tensors of a transformers model as a GGUF file of `architecture` holds them, float32."""
+    tensors = {}
+    for name, value in state.items():
+        rows = value.detach().float().numpy()
+        if architecture == "llama" and ("q_proj" in name or "k_proj" in name):
+            rows = interleaved(rows, heads if "q_proj" in name else kv_heads)
+        tensors[_gguf_name(name)] = rows
+    return tensors
+
+
+def _gguf_name(name: str) -> str:
+    stem, kind = name.rsplit(".", 1)
+    if not stem.startswith("model.layers."):
+        return f"{_NAMES[stem]}.{kind}"
+    index, inner = stem.removeprefix("model.layers.").split(".", 1)
+    return f"blk.{index}.{_NAMES[inner]}.{kind}"
+
+
+def tiny_tensors(seed: int = 0, layers: int = 3, vocab: int = VOCAB_SIZE) -> dict[str, np.ndarray]:
+    """Random tensors that fit `ARCHITECTURE_KEYS`."""
+    rng = np.random.default_rng(seed)
+    shapes: dict[str, Sequence[int]] = {"token_embd.weight": (vocab, 48), "output_norm.weight": (48,)}
+    layer = {
+        "attn_norm": (48,),
+        "ffn_norm": (48,),
+        "attn_q": (48, 48),
+        "attn_k": (24, 48),
+        "attn_v": (24, 48),
+        "attn_output": (48, 48),
+        "ffn_gate": (80, 48),
+        "ffn_up": (80, 48),
+        "ffn_down": (48, 80),
+    }
+    for index in range(layers):
+        shapes |= {f"blk.{index}.{name}.weight": shape for name, shape in layer.items()}
+    return {name: rng.standard_normal(shape, dtype=np.float32) for name, shape in shapes.items()}
