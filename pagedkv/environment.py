@@ -11,6 +11,8 @@ from collections.abc import Mapping
 
 _log = logging.getLogger("pagedkv.environment")
 
+PREFIX = "PAGEDKV_"
+
 ENVIRONMENT: Mapping[str, str] = types.MappingProxyType(
     {
         "PAGEDKV_BACKEND": "the backend to use when no argument names one; empty or 'auto': the best one that is there",
@@ -24,12 +26,14 @@ ENVIRONMENT: Mapping[str, str] = types.MappingProxyType(
 def check_environment() -> None:
     """Warn, once a process for each, of `PAGEDKV_*` variables that pagedkv does not read."""
     for name in sorted(os.environ):
-        if name.startswith("PAGEDKV_") and name not in ENVIRONMENT:
+        if name.startswith(PREFIX) and name not in ENVIRONMENT:
             _warn_of_variable(name)
 
 
 @functools.cache
 def _warn_of_variable(name: str) -> None:
-    close = difflib.get_close_matches(name, ENVIRONMENT, n=1)
-    advice = f"did you mean {close[0]}?" if close else f"the names it reads: {', '.join(ENVIRONMENT)}"
+    # Compared without the prefix, which alone would make every pair look alike.
+    ends = {known.removeprefix(PREFIX): known for known in ENVIRONMENT}
+    close = difflib.get_close_matches(name.removeprefix(PREFIX), ends, n=1)
+    advice = f"did you mean {ends[close[0]]}?" if close else f"the names it reads: {', '.join(ENVIRONMENT)}"
     _log.warning("environment variable %s has no effect, pagedkv does not read it; %s", name, advice)

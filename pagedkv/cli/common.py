@@ -80,12 +80,23 @@ def set_up_logging(level: str | None = None) -> None:
     if chosen not in LEVELS:
         raise ConfigError(f"PAGEDKV_LOG_LEVEL={chosen!r} is no log level; use one of {', '.join(LEVELS)}")
     logger = logging.getLogger("pagedkv")
-    for handler in [h for h in logger.handlers if isinstance(h, _StderrHandler)]:
-        logger.removeHandler(handler)
+    _drop_handler(logger)
     handler = _StderrHandler()
     handler.setFormatter(_Formatter("%(message)s"))
     logger.addHandler(handler)
     logger.setLevel(chosen)
+
+
+def tear_down_logging() -> None:
+    """Leave logging as it was, for a command that ran inside another program."""
+    logger = logging.getLogger("pagedkv")
+    _drop_handler(logger)
+    logger.setLevel(logging.NOTSET)
+
+
+def _drop_handler(logger: logging.Logger) -> None:
+    for handler in [h for h in logger.handlers if isinstance(h, _StderrHandler)]:
+        logger.removeHandler(handler)
 
 
 def _flag(level: str) -> Callable[[click.Context, click.Parameter, bool], None]:

@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from pagedkv import __version__
-from pagedkv.cli.common import CONTEXT, logging_options, reported, set_up_logging
+from pagedkv.cli.common import CONTEXT, logging_options, reported, set_up_logging, tear_down_logging
 from pagedkv.environment import check_environment
 
 COMMANDS = {
@@ -28,7 +28,9 @@ class LazyGroup(click.Group):
         """Set logging up before any option is read: `--quiet` and its like change it."""
         with reported():
             set_up_logging()
-        return super().make_context(*args, **kwargs)
+        context = super().make_context(*args, **kwargs)
+        context.call_on_close(tear_down_logging)
+        return context
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """The commands that are built, in the order of `COMMANDS`."""
