@@ -13,11 +13,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.helpers.gguf_files import ARCHITECTURE_KEYS, byte_vocabulary, tiny_tensors, write_gguf
 
 from pagedkv.api.errors import ModelError
 from pagedkv.models.checkpoint import GgufCheckpoint
 from pagedkv.models.gguf import GgufFile
+from tests.helpers.gguf_files import ARCHITECTURE_KEYS, byte_vocabulary, tiny_tensors, write_gguf
 
 SCALARS = {"uint8": 200, "int8": -3, "uint16": 65535, "int16": -9, "uint32": 7, "int32": -7, "uint64": 1 << 40}
 
