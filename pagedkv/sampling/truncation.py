@@ -101,9 +101,14 @@ def _limits(logits: torch.Tensor, rows: Ids, cuts: Sequence[Cut]) -> tuple[Ids, 
 def largest(logits: torch.Tensor, rows: Ids, width: int) -> Float32s:
     """The `width` largest logits of each row, descending: logits [n, V], rows [m] -> [m, width]."""
     if logits.device.type != "cpu":
-        return torch.topk(logits[torch.from_numpy(rows).to(logits.device)], width).values.cpu().numpy()
+        return _largest_elsewhere(logits, rows, width)
     host = logits.numpy()
     return np.stack([_tail(host[row], width) for row in rows])[:, ::-1]
+
+
+def _largest_elsewhere(logits: torch.Tensor, rows: Ids, width: int) -> Float32s:
+    values: Float32s = torch.topk(logits[torch.from_numpy(rows).to(logits.device)], width).values.cpu().numpy()
+    return values
 
 
 def _tail(row: Float32s, width: int) -> Float32s:

@@ -24,13 +24,19 @@ class Weights:
     What rounds to 0 has less than 2**-30 of the top token's probability (vocabularies up to 2**21).
     """
 
-    def __init__(self, logits: torch.Tensor, top: npt.NDArray[np.float32], temperature: Floats) -> None:
-        """Logits [n, V] float32, the largest of each row [n], finite where a row is asked for, temperature [n]."""
+    def __init__(
+        self, logits: torch.Tensor, top: npt.NDArray[np.float32], temperature: Floats, at_once: int | None = None
+    ) -> None:
+        """Logits [n, V] float32, the largest of each row [n], finite where a row is asked for, temperature [n].
+
+        `at_once` rows are in work at a time; None chooses for the device.
+        """
         self._logits = logits
         self._top = torch.from_numpy(top).to(logits.device)[:, None]
         heat = np.clip(temperature, _COLDEST, _HOTTEST).astype(np.float32)
         self._temperature = torch.from_numpy(heat).to(logits.device)[:, None]
         self._vocab_size = logits.shape[1]
+        self._at_once = at_once or (1 if logits.device.type == "cpu" else _AT_ONCE)
         self.scale = 2.0 ** (52 - (self._vocab_size - 1).bit_length())  # the vocabulary's sum is then at most 2**52
 
     def mass(self, rows: Ids) -> Floats:
@@ -52,7 +58,7 @@ class Weights:
 
     def _blocks(self, rows: Ids) -> Floats:
         """Sums of `_BLOCK` weights each: [m, blocks]. Rows' weights exist a few at a time, in one workspace."""
-        step = 1 if self._logits.device.type == "cpu" else _AT_ONCE
+        step = self._at_once
         count = -(-self._vocab_size // _BLOCK)
         work = self._logits.new_zeros((min(step, len(rows)), count * _BLOCK))
         sums = self._logits.new_empty((len(rows), count), dtype=torch.float64)
