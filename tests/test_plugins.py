@@ -261,21 +261,34 @@ def _gone(pid: int) -> bool:
     return False
 
 
+def test_a_probe_that_ends_its_process_is_a_failed_row_with_the_reason(offer):
+    offer(descriptor("crash", probe="def probe(self): os.kill(os.getpid(), 11)"), name="crash", distribution="d1")
+    offer(descriptor("exits", probe="def probe(self): print('bye'); sys.stdout.flush(); os._exit(7)"), name="exits")
+    crash, exits = plugins.probe_all(["crash", "exits"])
+    assert (crash.status, exits.status) == ("failed", "failed")
+    assert "signal SIGSEGV" in crash.reasons[0]
+    assert "exit code 7; its last output: ...bye" in exits.reasons[0]
+
+
 @pytest.mark.parametrize(
     ("kwargs", "said"),
     [
-        ({"probe": "def probe(self): os.kill(os.getpid(), 11)"}, "signal SIGSEGV"),
-        ({"probe": "def probe(self): print('bye', flush=True); os._exit(7)"}, "exit code 7; its last output: ...bye"),
         ({"probe": "def probe(self): raise OSError('no driver')"}, "probing raised OSError: no driver"),
         ({"probe": "def probe(self): return None"}, "probe() returned None, must return a tuple of DeviceInfo"),
         ({"probe": "def probe(self): return (DeviceInfo(index='0', kind='x', score=1),)"}, "index is '0'"),
-        ({"describe": "def describe(self, device): return {}"}, "describe() returned {}, must return Capabilities"),
     ],
 )
-def test_a_probe_that_goes_wrong_is_a_failed_row_with_the_reason(offer, kwargs, said):
+def test_a_probe_that_raises_or_returns_something_else_is_a_load_error(offer, kwargs, said):
     offer(descriptor(**kwargs))
+    with pytest.raises(BackendLoadError) as caught:
+        plugins.select("fake")
+    assert said in str(caught.value)
+
+
+def test_a_description_of_the_wrong_type_is_a_failed_row(offer):
+    offer(descriptor(describe="def describe(self, device): return {}"))
     row = status()
-    assert row.status == "failed" and said in row.reasons[0]
+    assert row.status == "failed" and "describe() returned {}, must return Capabilities" in row.reasons[0]
 
 
 def test_a_diagnosis_that_raises_leaves_the_backend_usable(offer):

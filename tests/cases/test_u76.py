@@ -36,6 +36,11 @@ def test_u76_case_and_blanks_do_not_matter(monkeypatch, value):
 @pytest.mark.parametrize("value", ["", "   ", "auto"])
 def test_u76_empty_is_unset(monkeypatch, value):
     monkeypatch.setenv("PAGEDKV_BACKEND", value)
+    assert plugins.requested() == (None, "automatic")
+
+
+def test_u76_with_an_empty_variable_the_best_is_chosen(monkeypatch):
+    monkeypatch.setenv("PAGEDKV_BACKEND", "")
     chosen = plugins.select()
     assert (chosen.name, chosen.explicit) == ("best", False)
 
