@@ -1,0 +1,289 @@
+"""One CPU instance of the attention contract, on torch. Everything is done when a call returns."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from pagedkv.api import (
+    AttentionBackend,
+    Batch,
+    Capabilities,
+    ContractViolation,
+    Event,
+    MemoryInfo,
+    OpSpec,
+    Plan,
+    Pool,
+    PoolCost,
+    PoolSpec,
+    UnsupportedError,
+)
+from pagedkv_cpu import attention, host
+from pagedkv_cpu.ops import Ops
+from pagedkv_cpu.planning import Geometry, Pass, Planner, Shape
+from pagedkv_cpu.pool import CpuPool, Layer, pool_cost, reasons_against
+from pagedkv_cpu.scratch import DTYPES, padded
+
+_log = logging.getLogger("pagedkv.backends.cpu")
+
+DEFAULT_CACHE_BYTES = 4 << 30
+"""The cache takes no more of a machine's own memory unless the user says how much."""
+DEFAULT_CACHE_SHARE = 0.4
+"""And no more than this part of what is available."""
+
+
+class CpuPlan(Plan):
+    """One batch of one group: where keys go, and the passes of every layer shape."""
+
+    def __init__(self, pool: CpuPool, group: int, batch: Batch, uniform: bool) -> None:
+        spec = pool.spec.groups[group]
+        self.pool = pool
+        self.group = group
+        self.num_tokens = batch.num_tokens
+        self.num_slots = 0 if batch.slots is None else len(batch.slots)
+        self.slots, self.kept = _targets(batch, pool.num_blocks * spec.block_size, spec.block_size)
+        geometry, sizes = Geometry(batch, spec.block_size, pool.num_blocks), pool.scratch().sizes
+        shapes = {Shape.of(layer) for layer in spec.layers}
+        self._planners = {shape: Planner(geometry, shape, sizes, uniform) for shape in shapes}
+        self._passes: dict[Shape, list[Pass]] = {shape: planner.all() for shape, planner in self._planners.items()}
+
+    def work(self, layer: Layer) -> tuple[list[Pass], Planner]:
+        """The passes of a layer, and the planner that made them."""
+        shape = Shape.of(layer.spec)
+        return self._passes[shape], self._planners[shape]
+
+
+def _targets(batch: Batch, num_slots: int, block_size: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """(slots to write int64, the rows of k and v that go there or None for all)."""
+    if batch.slots is None:
+        return torch.empty(0, dtype=torch.int64), None
+    slots = batch.slots.astype(np.int64)
+    kept = np.flatnonzero(slots >= 0)
+    used = slots[kept]
+    if used.size and (used.min() < block_size or used.max() >= num_slots):
+        raise ContractViolation(
+            f"slots must be -1 or {block_size}..{num_slots - 1}, as block 0 is never written; "
+            f"got {used.min()}..{used.max()}",
+            law="slots",
+        )
+    return torch.from_numpy(used), None if len(kept) == len(slots) else torch.from_numpy(kept)
+
+
+class CpuBackend(AttentionBackend):
+    """Attention, pools and ops on the processor. `threads` 0 takes the cores this process may use."""
+
+    def __init__(self, capabilities: Capabilities, *, threads: int = 0) -> None:
+        self._closed = False
+        self._pools: weakref.WeakSet[CpuPool] = weakref.WeakSet()
+        self._ops = Ops()
+        torch.set_num_threads(threads if threads > 0 else host.cores().usable)
+        self._uniform, steady = _find_heights((64,))
+        self._capabilities = capabilities if steady else _without_invariance(capabilities)
+
+    def capabilities(self) -> Capabilities:
+        return self._capabilities
+
+    def pool_cost(self, spec: PoolSpec) -> PoolCost:
+        self._refuse(reasons_against(spec, self._capabilities))
+        return pool_cost(spec)
+
+    def alloc_pool(self, spec: PoolSpec) -> Pool:
+        self._check_open()
+        self._refuse(reasons_against(spec, self._capabilities))
+        if spec.num_blocks < 1 or min(spec.limits.rows, spec.limits.tokens, spec.limits.context) < 0:
+            raise ContractViolation("a pool has at least block 0, and limits are not negative", law="pool spec")
+        if "batch_invariant" in spec.features:
+            self._refuse(self._unsteady_dims(spec))
+        pool = CpuPool(spec, self)
+        self._pools.add(pool)
+        return pool
+
+    def plan(self, pool: Pool, group: int, batch: Batch) -> Plan:
+        mine = self._mine(pool)
+        mine.scratch()
+        if not 0 <= group < len(mine.spec.groups):
+            raise ContractViolation(f"the pool has groups 0..{len(mine.spec.groups) - 1}, not {group}", law="group")
+        _check_limits(batch, mine.spec)
+        return CpuPlan(mine, group, batch, self._uniform)
+
+    def attend(
+        self, plan: Any, layer: int, q: Any, k: Any, v: Any, out: Any, *, extra: Mapping[str, Any] | None = None
+    ) -> None:
+        self._check_open()
+        if not isinstance(plan, CpuPlan):
+            raise ContractViolation("attend takes a plan made by this backend", law="plan")
+        if extra:
+            raise UnsupportedError(f"the CPU backend takes no extra arguments, got {sorted(extra)}")
+        found = plan.pool.layer(layer)
+        _check_call(plan, found, q, k, v, out)
+        if k is not None and plan.slots.numel():
+            attention.append(found, plan.slots, plan.kept, k[: plan.num_slots], v[: plan.num_slots])
+        if q is None:
+            return
+        tokens = plan.num_tokens
+        if tokens:
+            passes, planner = plan.work(found)
+            attention.attend(found, passes, planner, q[:tokens], out[:tokens], plan.pool.scratch())
+        if len(out) > tokens:
+            out[tokens:].zero_()
+
+    def copy_blocks(self, src: Pool, dst: Pool, pairs: Any, *, after: Event | None = None) -> Event:
+        mine, other = self._mine(src), self._mine(dst)
+        if mine.spec.groups != other.spec.groups:
+            raise ContractViolation("blocks are copied between pools of equal groups only", law="copy_blocks")
+        checked = _checked_pairs(pairs, mine, other)
+        if after is not None:
+            after.join()
+        mine.copy_to(other, checked)
+        return Event()
+
+    def memory(self) -> MemoryInfo:
+        memory = host.memory()
+        return MemoryInfo.of(free=memory.available, total=memory.total, reclaimable=0, unified=True)
+
+    def kv_budget(self, fraction: float | None, reserved: int) -> int | None:
+        """As the base class; unset: the least of 4 GiB, 40 % of what is available, and what `reserved` leaves of it."""
+        if fraction is not None:
+            return super().kv_budget(fraction, reserved)
+        available = self.memory().free
+        if available is None:
+            return None
+        return max(0, min(DEFAULT_CACHE_BYTES, int(DEFAULT_CACHE_SHARE * available), available - reserved))
+
+    def close(self) -> None:
+        self._closed = True
+        for pool in list(self._pools):
+            pool.close()
+
+    def bind(self, pool: Pool, layer: int, params: Mapping[str, Any]) -> None:
+        """Sinks and ALiBi slopes, each float32 [q_heads]."""
+        found = self._mine(pool).layer(layer)
+        self._refuse(_reasons_against_params(found, params))
+        for name, values in params.items():
+            tensor = torch.from_numpy(np.array(values, dtype=np.float32))  # a copy: the caller's array stays its own
+            bound = getattr(found, name)
+            if bound is None:
+                setattr(found, name, tensor)
+            else:
+                bound.copy_(tensor)
+
+    def op(self, name: str, spec: OpSpec) -> Callable[..., Any] | None:
+        self._check_open()
+        return self._ops.get(name, spec)
+
+    # -- inside --------------------------------------------------------------------------------------------------------
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ContractViolation("this backend was closed; create a new one", law="use after close")
+
+    def _mine(self, pool: Pool) -> CpuPool:
+        self._check_open()
+        if not isinstance(pool, CpuPool) or pool not in self._pools:
+            raise ContractViolation("this pool belongs to another backend instance", law="pool")
+        pool.check_open()
+        return pool
+
+    def _refuse(self, reasons: list[str]) -> None:
+        if reasons:
+            raise UnsupportedError(reasons)
+
+    def _unsteady_dims(self, spec: PoolSpec) -> list[str]:
+        layers = [layer for group in spec.groups for layer in group.layers]
+        widths = {padded(dim) for layer in layers for dim in (layer.k_dim, layer.v_dim)}
+        return [
+            f"feature 'batch_invariant': products of width {width} do not keep their bits on this processor"
+            for width in sorted(widths)
+            if not attention.same_bits(width, attention.heights(self._uniform))
+        ]
+
+
+def _find_heights(widths: tuple[int, ...]) -> tuple[bool, bool]:
+    """(whether all tiles must have one height, whether a row's bits then depend on the row alone)."""
+    for uniform in (False, True):
+        if all(attention.same_bits(width, attention.heights(uniform)) for width in widths):
+            return uniform, True
+    _log.warning("products on this processor depend on their batch: 'batch_invariant' is not available")
+    return False, False
+
+
+def _without_invariance(capabilities: Capabilities) -> Capabilities:
+    return dataclasses.replace(capabilities, features=capabilities.features - {"batch_invariant"})
+
+
+def _check_limits(batch: Batch, spec: PoolSpec) -> None:
+    """`ContractViolation` where a batch is larger than what the pool's scratch was sized for."""
+    context = int(batch.ctx_len[: batch.num_seqs].max(initial=0))
+    for name, value, limit in (
+        ("rows", batch.num_seqs, spec.limits.rows),
+        ("tokens", batch.num_tokens, spec.limits.tokens),
+        ("context", context, spec.limits.context),
+    ):
+        if value > limit:
+            raise ContractViolation(f"the batch has {name} {value}, the pool's limit is {limit}", law="limits")
+
+
+def _check_call(plan: CpuPlan, layer: Layer, q: Any, k: Any, v: Any, out: Any) -> None:
+    """Everything about `attend`'s arguments, before anything is written."""
+    spec, dtype = layer.spec, DTYPES[plan.pool.spec.dtype]
+    if layer.group != plan.group:
+        raise ContractViolation(f"layer {spec.index} is not in the plan's group {plan.group}", law="layer index")
+    if (k is None) != (v is None) or (q is None) != (out is None):
+        raise ContractViolation("k and v come together, and so do q and out", law="attend forms")
+    if k is not None:
+        if spec.kv_of is not None:
+            raise ContractViolation(f"layer {spec.index} reads layer {spec.kv_of}'s cache: k = v = None", law="kv_of")
+        _check_tensor("k", k, plan.num_slots, spec.kv_heads, spec.k_dim, dtype)
+        _check_tensor("v", v, plan.num_slots, spec.kv_heads, spec.v_dim, dtype)
+    if q is not None:
+        _check_tensor("q", q, plan.num_tokens, spec.q_heads, spec.k_dim, dtype)
+        _check_tensor("out", out, plan.num_tokens, spec.q_heads, spec.v_dim, dtype)
+        if not out.is_contiguous():
+            raise ContractViolation("out must be contiguous", law="attend tensors")
+        for name in ("sinks", "alibi"):
+            if getattr(spec, name) and getattr(layer, name) is None:
+                raise ContractViolation(f"layer {spec.index} has {name}: bind them before attend", law="bind")
+
+
+def _check_tensor(name: str, tensor: Any, rows: int, heads: int, dim: int, dtype: torch.dtype) -> None:
+    shape = tensor.shape
+    if len(shape) != 3 or shape[0] < rows or shape[1] != heads or shape[2] != dim or tensor.dtype != dtype:
+        raise ContractViolation(
+            f"{name} must be {dtype} [>= {rows}, {heads}, {dim}], got {tensor.dtype} {list(shape)}",
+            law="attend tensors",
+        )
+
+
+def _checked_pairs(pairs: Any, src: CpuPool, dst: CpuPool) -> list[tuple[int, int]]:
+    """The pairs as ints, or `ContractViolation` with what is wrong."""
+    array = np.asarray(pairs, dtype=np.int64).reshape(-1, 2)
+    sources, targets = array[:, 0], array[:, 1]
+    problem = None
+    if array.size and not (sources.min() >= 0 and sources.max() < src.num_blocks):
+        problem = f"a source outside 0..{src.num_blocks - 1}"
+    elif array.size and not (targets.min() > 0 and targets.max() < dst.num_blocks):
+        problem = f"a destination outside 1..{dst.num_blocks - 1} (block 0 is never written)"
+    elif len(np.unique(targets)) != len(targets):
+        problem = "a destination twice"
+    elif src is dst and np.intersect1d(sources, targets).size:
+        problem = "an id on both sides within one pool"
+    if problem is not None:
+        raise ContractViolation(f"copy_blocks got {problem}", law="copy_blocks")
+    return [(int(source), int(target)) for source, target in array]
+
+
+def _reasons_against_params(layer: Layer, params: Mapping[str, Any]) -> list[str]:
+    found = []
+    for name, values in params.items():
+        if name not in ("sinks", "alibi") or not getattr(layer.spec, name):
+            found.append(f"layer {layer.spec.index} takes no {name!r}")
+        elif np.shape(values) != (layer.spec.q_heads,):
+            found.append(f"{name!r} must have shape ({layer.spec.q_heads},), got {np.shape(values)}")
+    return found

@@ -1,0 +1,110 @@
+"""The CPU backend's entry point: what can be said about this processor without loading torch."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from pagedkv.api import (
+    AttentionBackend,
+    BackendUnavailable,
+    Capabilities,
+    Descriptor,
+    DeviceInfo,
+    Option,
+    World,
+)
+from pagedkv_cpu import host
+
+_NO_TORCH = "torch is not installed: pip install torch"
+FEATURES = frozenset(
+    {
+        "window",
+        "softcap",
+        "sinks",
+        "alibi",
+        "non_causal",
+        "kv_sharing",
+        "mixed_batch",
+        "prefix_hit",
+        "nan_safe",
+        "deterministic",
+        "batch_invariant",
+    }
+)
+
+
+class CpuDescriptor(Descriptor):
+    """The processor of this machine, as one device with index 0."""
+
+    name = "cpu"
+    api = (1, 0)
+    options = (
+        Option.of(
+            name="threads",
+            type=int,
+            default=0,
+            help="threads of every computation; 0 takes the cores this process may use",
+            aliases=("num_threads",),
+        ),
+    )
+
+    def probe(self) -> tuple[DeviceInfo, ...]:
+        memory, cores = host.memory(), host.cores()
+        usable = importlib.util.find_spec("torch") is not None
+        device = DeviceInfo.of(
+            index=0,
+            kind=f"{host.cpu_model()}, {cores.usable} of {cores.present} cores",
+            total=memory.total,
+            free=memory.available,
+            unified=True,
+            score=10 if usable else 0,
+            reason="portable" if usable else _NO_TORCH,
+        )
+        return (device,)
+
+    def describe(self, device: DeviceInfo) -> Capabilities:
+        native = host.native_dtypes(host.isa_flags(), os.environ.get("ONEDNN_MAX_CPU_ISA"))
+        return Capabilities.of(
+            dtypes=("fp32", "bf16", "fp16"),
+            native_dtypes=native,
+            kv_dtypes=("fp32", "bf16", "fp16"),
+            block_sizes=((1, 1, 4096),),
+            head_dims=((1, 1, 512),),
+            preferred_block_size=16,
+            features=FEATURES,
+            placements=frozenset({"device", "host"}),
+            async_copy=False,
+            exclusions=(
+                (
+                    {"dtype": frozenset({"bf16", "fp16"}), "feature": "batch_invariant"},
+                    "only fp32 is batch invariant on the CPU: choose dtype float32",
+                ),
+            ),
+        )
+
+    def create(self, device: int, options: Mapping[str, Any], world: World) -> AttentionBackend:
+        if device != 0:
+            raise BackendUnavailable(f"the CPU backend has one device, index 0, and was asked for {device}")
+        if importlib.util.find_spec("torch") is None:
+            raise BackendUnavailable(_NO_TORCH)
+        from pagedkv_cpu.backend import CpuBackend
+
+        return CpuBackend(self.describe(self.probe()[0]), threads=int(options.get("threads", 0)))
+
+    def diagnose(self) -> Mapping[str, str]:
+        memory, cores, flags = host.memory(), host.cores(), host.isa_flags()
+        return {
+            "model": host.cpu_model(),
+            "instructions": " ".join(name for name in host.ISA_FLAGS if name in flags) or "none listed",
+            "native dtypes": " ".join(self.describe(self.probe()[0]).native_dtypes),
+            "cores": f"{cores.usable} of {cores.present} ({cores.source})",
+            "memory": f"{_gib(memory.available)} free of {_gib(memory.total)} ({memory.source})",
+            "torch": "found" if importlib.util.find_spec("torch") is not None else _NO_TORCH,
+        }
+
+
+def _gib(size: int | None) -> str:
+    return "unknown" if size is None else f"{size / 2**30:.1f} GiB"

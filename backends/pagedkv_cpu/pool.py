@@ -1,0 +1,259 @@
+"""The cache's bytes: what a pool costs, how its planes lie in memory, and the checks of what may be asked.
+
+A layer's keys lie head-major, so that a gather of slots gives contiguous [tokens, dim] matrices per head:
+
+    keys of one layer    [kv_heads][num_blocks * block_size][k_width]      width: dim rounded up to 8, for even products
+    one plane            [num_blocks][block_bytes]                         one KV head's keys (or values) of one layer
+
+Planes of equal `block_bytes` form a region. Groups share the ids, an id belongs to one group at a time, and so groups
+share planes too: a region has as many planes as the group that needs most. No id's bytes hold another's.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+from collections import Counter
+from dataclasses import dataclass
+
+import torch
+
+from pagedkv.api import (
+    Capabilities,
+    ContractViolation,
+    GroupSpec,
+    LayerSpec,
+    OutOfDeviceMemory,
+    Pool,
+    PoolCost,
+    PoolSpec,
+    needs,
+)
+from pagedkv_cpu import host
+from pagedkv_cpu.scratch import DTYPES, ITEM_BYTES, Scratch, Sizes, padded
+
+ALIGN = 64
+SMALL = 1 << 16
+"""Bytes for what is bound to the layers (sinks, slopes) and for the temporaries of a copy."""
+
+
+def plane_bytes(layer: LayerSpec, group: GroupSpec) -> tuple[int, int]:
+    """Bytes of one block in a plane of this layer's keys, and of its values."""
+    row = group.block_size * ITEM_BYTES[group.kv_dtype]
+    return row * padded(layer.k_dim), row * padded(layer.v_dim)
+
+
+def regions(spec: PoolSpec) -> dict[int, int]:
+    """{bytes of a block in one plane: planes of that kind}, in ascending order."""
+    most: Counter[int] = Counter()
+    for group in spec.groups:
+        mine: Counter[int] = Counter()
+        for layer in group.layers:
+            if layer.kv_of is None:
+                for size in plane_bytes(layer, group):
+                    mine[size] += layer.kv_heads
+        most |= mine  # the larger count of the two
+    return dict(sorted(most.items()))
+
+
+def pool_cost(spec: PoolSpec) -> PoolCost:
+    """Exact bytes of a pool: `per_block` for its planes, `fixed` for alignment, scratch and plans."""
+    kinds = regions(spec)
+    fixed = ALIGN * (len(kinds) + 1) + SMALL
+    if spec.placement == "device":
+        fixed += Sizes.of(spec).fixed_bytes
+    return PoolCost(per_block=sum(size * count for size, count in kinds.items()), fixed=fixed)
+
+
+@dataclass(slots=True)
+class Layer:
+    """One layer's part of a pool: views of its planes, and what was bound to it.
+
+    keys [kv_heads, slots, k_width], values [kv_heads, slots, v_width] in the group's KV dtype.
+    """
+
+    spec: LayerSpec
+    group: int
+    keys: torch.Tensor
+    values: torch.Tensor
+    sinks: torch.Tensor | None = None
+    alibi: torch.Tensor | None = None
+
+
+class CpuPool(Pool):
+    """Blocks in host memory, as one allocation."""
+
+    def __init__(self, spec: PoolSpec, owner: object) -> None:
+        self.spec = spec
+        self._owner = weakref.ref(owner)
+        self._closed = False
+        self._regions = regions(spec)
+        self._storage = _allocate(pool_cost(spec), spec.num_blocks, ALIGN * (len(self._regions) + 1))
+        self._planes = self._cut()
+        self._layers = {layer.spec.index: layer for index in range(len(spec.groups)) for layer in self._make(index)}
+        self._scratch = Scratch(spec) if spec.placement == "device" else None
+        self._clear_null_block()
+
+    def close(self) -> None:
+        self._closed = True
+        self._storage = torch.empty(0, dtype=torch.uint8)
+        self._planes = {}
+        self._layers = {}
+        self._scratch = None
+
+    def check_open(self) -> None:
+        """Raise `ContractViolation` after close."""
+        if self._closed:
+            raise ContractViolation("this pool was closed; allocate a new one", law="use after close")
+
+    def layer(self, index: int) -> Layer:
+        """The layer `index`; `ContractViolation` when the pool has none."""
+        self.check_open()
+        found = self._layers.get(index)
+        if found is None:
+            raise ContractViolation(f"the pool has no layer {index}; it has {sorted(self._layers)}", law="layer index")
+        return found
+
+    def copy_to(self, other: CpuPool, pairs: list[tuple[int, int]]) -> None:
+        """Copy blocks bit for bit, every plane."""
+        for size, mine in self._planes.items():
+            theirs = other._planes[size]
+            for source, target in pairs:
+                theirs[:, target].copy_(mine[:, source])
+
+    def scratch(self) -> Scratch:
+        """The working memory of this pool's attention; a host pool has none."""
+        self.check_open()
+        if self._scratch is None:
+            raise ContractViolation(
+                "this pool has placement 'host' and holds blocks only; plan on a pool with placement 'device'",
+                law="placement",
+            )
+        return self._scratch
+
+    def _cut(self) -> dict[int, torch.Tensor]:
+        """{block bytes: planes as uint8 [planes, num_blocks, block bytes]}."""
+        planes, start = {}, 0
+        for size, count in self._regions.items():
+            end = start + size * count * self.num_blocks
+            planes[size] = self._storage[start:end].view(count, self.num_blocks, size)
+            start = -(-end // ALIGN) * ALIGN
+        return planes
+
+    def _make(self, group_index: int) -> list[Layer]:
+        group = self.spec.groups[group_index]
+        free = dict.fromkeys(self._planes, 0)
+        made: dict[int, Layer] = {}
+        for spec in sorted(group.layers, key=lambda layer: layer.kv_of is not None):
+            if spec.kv_of is not None:
+                made[spec.index] = dataclasses.replace(made[spec.kv_of], spec=spec)
+                continue
+            views = []
+            for size, dim in zip(plane_bytes(spec, group), (spec.k_dim, spec.v_dim), strict=True):
+                planes = self._planes[size][free[size] : free[size] + spec.kv_heads]
+                free[size] += spec.kv_heads
+                typed = planes.view(spec.kv_heads, -1).view(DTYPES[group.kv_dtype])
+                views.append(typed.view(spec.kv_heads, -1, padded(dim)))
+            made[spec.index] = Layer(spec, group_index, views[0], views[1])
+        return list(made.values())
+
+    def _clear_null_block(self) -> None:
+        for planes in self._planes.values():
+            planes[:, 0] = 0
+
+
+def _allocate(cost: PoolCost, num_blocks: int, slack: int) -> torch.Tensor:
+    """The planes' storage, its pages still untouched; `OutOfDeviceMemory` when the whole pool cannot fit."""
+    wanted = cost.per_block * num_blocks + cost.fixed
+    free = host.memory().available
+    advice = "give fewer blocks, a smaller context or a lower memory fraction"
+    if free is not None and wanted > free:
+        raise OutOfDeviceMemory(
+            f"the cache needs {wanted} bytes and {free} are free: {advice}", requested=wanted, free=free
+        )
+    try:
+        return torch.empty(cost.per_block * num_blocks + slack, dtype=torch.uint8)
+    except (RuntimeError, MemoryError, TypeError) as error:
+        raise OutOfDeviceMemory(
+            f"the cache needs {wanted} bytes, which the system refused ({error}): {advice}", requested=wanted, free=free
+        ) from error
+
+
+# -- what may be asked -------------------------------------------------------------------------------------------------
+
+
+def reasons_against(spec: PoolSpec, can: Capabilities) -> list[str]:
+    """Everything in `spec` that `can` does not declare, one sentence each."""
+    found = _reasons_pool(spec, can)
+    for index, group in enumerate(spec.groups):
+        found += [f"group {index}: {reason}" for reason in _reasons_group(group, can)]
+    seen = Counter(layer.index for group in spec.groups for layer in group.layers)
+    found += [f"layer index {index} stands {count} times in the pool" for index, count in seen.items() if count > 1]
+    return found
+
+
+def _reasons_pool(spec: PoolSpec, can: Capabilities) -> list[str]:
+    found = []
+    if spec.dtype not in can.dtypes:
+        found.append(f"dtype {spec.dtype!r} is not one of {', '.join(can.dtypes)}")
+    if spec.placement not in can.placements:
+        found.append(f"placement {spec.placement!r} is not one of {', '.join(sorted(can.placements))}")
+    wanted = spec.features | {name for group in spec.groups for layer in group.layers for name in needs(layer)}
+    for feature in sorted(wanted - can.features):
+        found.append(f"feature {feature!r} is not one of {', '.join(sorted(can.features))}")
+    if "batch_invariant" in spec.features and spec.dtype != "fp32":
+        found.append(f"feature 'batch_invariant' needs dtype 'fp32', not {spec.dtype!r}")
+    return found
+
+
+def _reasons_group(group: GroupSpec, can: Capabilities) -> list[str]:
+    found = []
+    if group.kv_dtype not in can.kv_dtypes:
+        found.append(f"KV dtype {group.kv_dtype!r} is not one of {', '.join(can.kv_dtypes)}")
+    if not _accepts(can.block_sizes, group.block_size):
+        found.append(f"block size {group.block_size} is not within {_spell(can.block_sizes)}")
+    owners = {layer.index: layer for layer in group.layers if layer.kv_of is None}
+    for layer in group.layers:
+        found += [f"layer {layer.index}: {reason}" for reason in _reasons_layer(layer, owners, can)]
+    return found
+
+
+def _reasons_layer(layer: LayerSpec, owners: dict[int, LayerSpec], can: Capabilities) -> list[str]:
+    found = []
+    if layer.kind not in can.kinds:
+        found.append(f"kind {layer.kind!r} is not one of {', '.join(sorted(can.kinds))}")
+    for name, dim in (("k_dim", layer.k_dim), ("v_dim", layer.v_dim)):
+        if not _accepts(can.head_dims, dim):
+            found.append(f"{name} {dim} is not within {_spell(can.head_dims)}")
+    if layer.kv_heads < 1 or layer.q_heads < layer.kv_heads:
+        found.append(f"{layer.q_heads} query heads cannot share {layer.kv_heads} KV heads")
+    if layer.window is not None and layer.window < 1:
+        found.append(f"window {layer.window} is not positive")
+    if layer.softcap is not None and not layer.softcap > 0:
+        found.append(f"softcap {layer.softcap} is not positive")
+    if layer.kv_of is not None:
+        owner = owners.get(layer.kv_of)
+        if owner is None:
+            found.append(f"kv_of {layer.kv_of} is no layer of this group with a cache of its own")
+        elif (owner.kv_heads, owner.k_dim, owner.v_dim) != (layer.kv_heads, layer.k_dim, layer.v_dim):
+            found.append(f"kv_of {layer.kv_of} has other KV heads or dims")
+    return found
+
+
+def _accepts(alternatives: tuple[frozenset[int] | tuple[int, int, int], ...], size: int) -> bool:
+    for allowed in alternatives:
+        if isinstance(allowed, frozenset):
+            if size in allowed:
+                return True
+        elif allowed[1] <= size <= allowed[2] and size % allowed[0] == 0:
+            return True
+    return False
+
+
+def _spell(alternatives: tuple[frozenset[int] | tuple[int, int, int], ...]) -> str:
+    def one(allowed: frozenset[int] | tuple[int, int, int]) -> str:
+        if isinstance(allowed, frozenset):
+            return ", ".join(str(size) for size in sorted(allowed))
+        return f"{allowed[1]}..{allowed[2]} in steps of {allowed[0]}"
+
+    return " or ".join(one(allowed) for allowed in alternatives)
