@@ -105,7 +105,8 @@ def _check_text(text: object) -> None:
 def load_hf_tokenizer(folder: Path, eos_token_ids: Sequence[int] = ()) -> Tokenizer:
     """The tokenizer of a folder in Hugging Face layout: tokenizer.json, tokenizer_config.json, chat_template.jinja.
 
-    `eos_token_ids` are those of the model's configuration; the tokenizer's own is added. Raises `ModelError`.
+    `eos_token_ids` are those of the model's configuration; the tokenizer's own is added. Which special tokens frame a
+    text is what tokenizer.json says; add_bos_token beside it describes older tokenizers. Raises `ModelError`.
     """
     backend = _read_backend(folder)
     config = read_json(folder / "tokenizer_config.json", {})
@@ -116,7 +117,6 @@ def load_hf_tokenizer(folder: Path, eos_token_ids: Sequence[int] = ()) -> Tokeni
         special_tokens=special_tokens,
         eos_token_ids=eos_token_ids,
         chat_template=_chat_template(folder, config),
-        affixes=_affixes(backend, config, special_tokens),
         template_source=str(folder),
     )
 
@@ -182,20 +182,6 @@ def _check_id(backend: tokenizers.Tokenizer, text: str, index: int, folder: Path
             f"{folder}: tokenizer_config.json gives token {text!r} the id {index}, tokenizer.json leads to {got}. "
             "The two files do not belong together: download both again."
         )
-
-
-def _affixes(
-    backend: tokenizers.Tokenizer, config: Mapping[str, Any], special_tokens: Mapping[str, str]
-) -> Affixes | None:
-    """What add_bos_token and add_eos_token ask for; None when neither is set, and tokenizer.json decides."""
-    if "add_bos_token" not in config and "add_eos_token" not in config:
-        return None
-
-    def ids(flag: str, name: str) -> tuple[int, ...]:
-        index = backend.token_to_id(special_tokens.get(name, ""))
-        return (index,) if config.get(flag) and index is not None else ()
-
-    return Affixes(ids("add_bos_token", "bos_token"), ids("add_eos_token", "eos_token"))
 
 
 def _chat_template(folder: Path, config: Mapping[str, Any]) -> str | None:
