@@ -11,7 +11,10 @@ from pagedkv.api.errors import RequestTooLong
 from pagedkv.core.request import Reason, Request, State
 from tests.helpers.core_rig import VOCAB, Rig, solo
 
-PROMPTS = st.lists(st.integers(0, 1), min_size=1, max_size=24)
+TEXT = (0, 1, 0, 0, 1, 1, 0, 1, 1, 1, 0, 0, 0, 1, 0, 1, 1, 0, 0, 1)
+PROMPTS = st.builds(
+    lambda n, tail: [*TEXT[:n], *tail], st.integers(1, len(TEXT)), st.sampled_from([(), (), (2,), (3, 3)])
+)
 
 
 class CoreMachine(RuleBasedStateMachine):
@@ -19,17 +22,17 @@ class CoreMachine(RuleBasedStateMachine):
 
     @initialize(
         block_size=st.sampled_from([1, 3, 4, 16]),
-        num_blocks=st.integers(3, 24),
-        max_num_seqs=st.integers(1, 5),
+        tokens=st.integers(12, 60),
+        max_num_seqs=st.integers(1, 6),
         extra=st.integers(0, 20),
         chunked=st.booleans(),
         caching=st.booleans(),
         max_overtakes=st.integers(0, 3),
     )
-    def build(self, block_size, num_blocks, max_num_seqs, extra, chunked, caching, max_overtakes):
+    def build(self, block_size, tokens, max_num_seqs, extra, chunked, caching, max_overtakes):
         self.rig = Rig(
             block_size=block_size,
-            num_blocks=num_blocks,
+            num_blocks=2 + tokens // block_size,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_seqs + extra,
             max_model_len=40,
@@ -42,7 +45,7 @@ class CoreMachine(RuleBasedStateMachine):
     @rule(
         target=requests,
         prompt=PROMPTS,
-        max_tokens=st.integers(1, 12),
+        max_tokens=st.integers(1, 16),
         end=st.sampled_from([(), (3,), (0, 4)]),
         priority=st.integers(0, 2),
         salt=st.sampled_from([b"", b"a"]),
@@ -71,9 +74,10 @@ class CoreMachine(RuleBasedStateMachine):
         was_open = request.state is not State.FINISHED
         assert self.rig.scheduler.abort(request) == was_open
 
-    @rule()
-    def step(self):
-        self.rig.step()
+    @rule(count=st.integers(1, 8))
+    def step(self, count):
+        for _ in range(count):
+            self.rig.step()
 
     @rule(request=requests)
     def abort_while_a_step_is_computed(self, request):
