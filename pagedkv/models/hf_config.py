@@ -10,6 +10,7 @@ Every field must be one of these, else `ModelError` names it:
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -17,6 +18,8 @@ from typing import Any
 
 from pagedkv.api.errors import ModelError
 from pagedkv.models.config import ModelConfig, RopeConfig
+
+_log = logging.getLogger("pagedkv.models")
 
 DEFAULT_THETA = 10000.0
 """Rope's base where a config has none, as in transformers."""
@@ -179,10 +182,9 @@ class _Fields:
 
     def integer(self, name: str, default: int | None = None) -> int:
         value = self.optional_integer(name)
-        value = default if value is None else value
-        if value is None:
+        if value is None and default is None:
             raise self.wrong(name, "given: the model's shape is unknown without it")
-        return value
+        return self.assumed(name, default) if value is None else value
 
     def optional_integer(self, name: str) -> int | None:
         value = self.take(name)
@@ -195,7 +197,12 @@ class _Fields:
 
     def number(self, name: str, default: float, *, low: float, high: float) -> float:
         value = self.optional_number(name, low=low, high=high)
-        return default if value is None else value
+        return self.assumed(name, default) if value is None else value
+
+    def assumed(self, name: str, value: Any) -> Any:
+        """`value`, for a field that the file leaves out, with a line that says so."""
+        _log.info("%s: no %s; taken as %s, like transformers", self._where, name, value)
+        return value
 
     def optional_number(self, name: str, *, low: float, high: float) -> float | None:
         """A finite number with low < value <= high."""
@@ -287,7 +294,9 @@ def _sizes(fields: _Fields, family: _Family) -> dict[str, Any]:
     kv_heads = fields.integer("num_key_value_heads", heads if family.architecture == "LlamaForCausalLM" else None)
     if heads % kv_heads:
         raise fields.wrong("num_key_value_heads", f"a divisor of num_attention_heads ({heads})")
-    head_dim = fields.optional_integer("head_dim") or family.default_head_dim
+    head_dim = fields.optional_integer("head_dim")
+    if head_dim is None and family.default_head_dim is not None:
+        head_dim = fields.assumed("head_dim", family.default_head_dim)
     if head_dim is None and hidden % heads:
         raise fields.wrong("hidden_size", f"a multiple of num_attention_heads ({heads}) where head_dim is not given")
     head_dim = head_dim or hidden // heads
@@ -324,7 +333,7 @@ def _windows(fields: _Fields, family: _Family, layers: int) -> tuple[int | None,
         return _qwen_windows(fields, kinds, layers)
     window = fields.optional_integer("sliding_window")
     if family.window_style == "mistral" and not fields.has("sliding_window"):
-        window = _MISTRAL_WINDOW
+        window = fields.assumed("sliding_window", _MISTRAL_WINDOW)
     if family.window_style is None and window is not None:
         raise fields.wrong("sliding_window", "null or absent: this family has none")
     if kinds is not None and kinds != ["full_attention" if window is None else "sliding_attention"] * layers:
@@ -345,15 +354,14 @@ def _layer_types(fields: _Fields, layers: int) -> list[str] | None:
 def _qwen_windows(fields: _Fields, kinds: list[str] | None, layers: int) -> tuple[int | None, ...]:
     """Windows only with `use_sliding_window`: by `layer_types`, else from layer `max_window_layers` on."""
     on = fields.flag("use_sliding_window", False)
-    window, first = (
-        fields.optional_integer("sliding_window"),
-        fields.integer("max_window_layers", _QWEN_FIRST_WINDOW_LAYER),
-    )
-    if not fields.has("sliding_window"):
-        window = _QWEN_WINDOW
+    window, first = fields.optional_integer("sliding_window"), fields.optional_integer("max_window_layers")
+    if on and not fields.has("sliding_window"):
+        window = fields.assumed("sliding_window", _QWEN_WINDOW)
+    if on and kinds is None and first is None:
+        first = fields.assumed("max_window_layers", _QWEN_FIRST_WINDOW_LAYER)
     window = window if on else None
     if kinds is None:
-        return tuple(window if i >= first else None for i in range(layers))
+        return tuple(window if i >= (first or 0) else None for i in range(layers))
     if window is None and "sliding_attention" in kinds:
         raise fields.wrong("layer_types", "without sliding_attention, since no sliding window is in use")
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
@@ -410,7 +418,7 @@ def _theta(fields: _Fields, scaling: _Fields) -> float:
     inner = scaling.optional_number("rope_theta", low=1.0, high=1e12)
     if outer is not None and inner is not None and outer != inner:
         raise fields.wrong("rope_theta", f"equal to the rope_theta in its rope parameters ({inner:g})")
-    return inner or outer or DEFAULT_THETA
+    return inner or outer or fields.assumed("rope_theta", DEFAULT_THETA)
 
 
 def _original_positions(fields: _Fields, scaling: _Fields) -> int | None:
@@ -482,6 +490,8 @@ def _reach(rope: RopeConfig, max_position: int) -> int:
     limit = _LIMITS["max_position_embeddings"][1]
     if reach > limit:
         raise ModelError(f"config.json: yarn factor {rope.factor:g} reaches {reach} positions, the most is {limit}")
+    if reach > max_position:
+        _log.info("config.json: yarn reaches %d positions, past max_position_embeddings = %d", reach, max_position)
     return reach
 
 

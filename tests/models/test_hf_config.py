@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 from pathlib import Path
 from typing import Any
@@ -284,6 +285,18 @@ def test_biases_of_each_family() -> None:
     _refused(_with(QWEN, attention_bias=False), "attention_bias")
     _refused(_with(QWEN, mlp_bias=True), "mlp_bias")
     _refused(_with(MISTRAL, attention_bias=True), "attention_bias")
+
+
+def test_what_is_assumed_or_stretched_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="pagedkv.models")
+    parse_hf_config(_with(MISTRAL, rope_theta=1e4), None)
+    parse_hf_config(
+        _with(rope_theta=1e4, rope_scaling={"type": "yarn", "factor": 4, "original_max_position_embeddings": 128}), None
+    )
+    text = caplog.text
+    assert "no sliding_window; taken as 4096" in text
+    assert "yarn reaches 512 positions" in text
+    assert "rope_theta" not in text
 
 
 def test_what_a_family_leaves_out() -> None:
