@@ -83,9 +83,11 @@ def open_checkpoint(
     if load_format not in LOAD_FORMATS:
         raise ConfigError(f"load_format={load_format!r} is not known; use one of {', '.join(LOAD_FORMATS)}.")
     path = _locate(model, revision, weights=load_format != "dummy")
-    load = _tokenizer_loader(tokenizer, revision)
+    load = _tokenizer_loader(tokenizer, revision if tokenizer == model else None)
     if load_format == "gguf" or (load_format == "auto" and _is_gguf(path)):
         return GgufCheckpoint(_gguf_file(path), load)
+    if path.is_file() and load_format == "dummy":
+        raise ConfigError(f"load_format='dummy' makes weights for a folder with a config.json; {path} is a file.")
     if path.is_file():
         raise ModelError(
             f"{path}: not a .gguf file, and a single file of another kind is not a model. Pass its folder."

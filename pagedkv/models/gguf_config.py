@@ -252,6 +252,8 @@ def _rope_scaling(keys: _Keys) -> dict[str, Any]:
     original = keys.count("rope.scaling.original_context_length", keys.count("context_length", most=1 << 24))
     attention = keys.number("rope.scaling.attn_factor", 1.0) or 1.0
     betas = keys.number("rope.scaling.yarn_beta_fast", 32.0), keys.number("rope.scaling.yarn_beta_slow", 1.0)
+    if kind != "yarn" and attention != 1.0:
+        raise keys.wrong("rope.scaling.attn_factor", f"is {attention:g} without yarn, which is not built yet")
     if kind == "none" or (kind == "linear" and factor == 1.0):
         return {}
     if kind == "linear":

@@ -98,8 +98,12 @@ class Tokenizer:
 def _check_text(text: object) -> None:
     if not isinstance(text, str):
         raise RequestInvalid(f"a text is needed, got {type(text).__name__}", field="prompt")
-    if not text.isascii() and any("\ud800" <= char <= "\udfff" for char in text):
-        raise RequestInvalid("the text holds a lone surrogate, which no encoding can carry; remove it", field="prompt")
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise RequestInvalid(
+            f"the text holds a lone surrogate at character {error.start}; remove it", field="prompt"
+        ) from error
 
 
 def load_hf_tokenizer(folder: Path, eos_token_ids: Sequence[int] = ()) -> Tokenizer:
