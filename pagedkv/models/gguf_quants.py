@@ -23,8 +23,8 @@ Bytes = npt.NDArray[np.uint8]
 Floats = npt.NDArray[np.float32]
 
 CHUNK_WEIGHTS = 1 << 15
-"""Weights converted at a time: 128 KiB of float32, so that every pass after the first one hits the cache, and few enough
-that torch copies them without waking its thread pool, which costs more than it gives here."""
+"""Weights converted at a time: 128 KiB of float32, so that every pass after the first one hits the cache, and few
+enough that torch copies them without waking its thread pool, which costs more than it gives here."""
 
 
 @dataclass(frozen=True, slots=True)
