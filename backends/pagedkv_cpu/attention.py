@@ -11,6 +11,8 @@ changes no bit. Maxima know no order. So a row's bits depend on its own query an
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 
 from pagedkv_cpu.planning import HIDDEN, Pass, Planner, tile_height
@@ -35,160 +37,175 @@ def append(layer: Layer, slots: torch.Tensor, kept: torch.Tensor | None, k: torc
 
 
 def scaled_queries(layer: Layer, q: torch.Tensor, scratch: Scratch) -> torch.Tensor:
-    """q [T, heads, dim] times the layer's scale, fp32, as [T * heads, padded dim] of the scratch."""
+    """q [T, heads, dim] times the layer's scale (over its softcap), fp32, as [T * heads, padded dim] of the scratch."""
     count, heads, dim = q.shape
     width = padded(dim)
-    scale = layer.spec.scale if layer.spec.softcap is None else layer.spec.scale / layer.spec.softcap
     target = scratch.queries[: count * heads * width].view(count, heads, width)
     if q.dtype == torch.float32 and width == dim:
-        torch.mul(q, scale, out=target)
+        torch.mul(q, layer.scale, out=target)
     else:
         if width != dim:
             target.zero_()
-        target[:, :, :dim].copy_(q).mul_(scale)
+        target[:, :, :dim].copy_(q).mul_(layer.scale)
     return target.view(count * heads, width)
 
 
-def attend(layer: Layer, passes: list[Pass], planner: Planner, q: torch.Tensor, out: torch.Tensor, s: Scratch) -> None:
-    """Attention of q [T, heads, k_dim] into out [T, heads, v_dim]."""
+def attend(layer: Layer, works: list[Work], planner: Planner, q: torch.Tensor, out: torch.Tensor, s: Scratch) -> None:
+    """Attention of q [T, heads, k_dim] into out [T, heads, v_dim]; `works` come from `make_works`."""
     queries = scaled_queries(layer, q, s)
     rows = out.view(-1, out.shape[2])
-    for part in passes:
-        result = _run(layer, part, queries, s)
-        if part.mixed and bool(torch.isnan(result).any()):
+    for work in works:
+        result = work.run(layer, queries)
+        if work.part.mixed and bool(torch.isnan(result).any()):
             # A NaN in a value that only some of a tile's tokens see reaches all of them as 0 x NaN. Looked at one by
             # one, tokens keep what they may see and gather zeros for the rest. The bits of good rows are the same.
-            for single in planner.singles(part.tokens):
-                _store(_run(layer, single, queries, s), single, rows)
+            for single in planner.singles(work.part.tokens):
+                _store(Work(single, layer, s).run(layer, queries), single, rows)
         else:
-            _store(result, part, rows)
+            _store(result, work.part, rows)
 
 
 def _store(result: torch.Tensor, part: Pass, out: torch.Tensor) -> None:
-    """Bring tile rows into the order of out [T * heads, v_dim]."""
-    flat = result.view(-1, result.shape[-1])
+    """Bring tile rows [rows, v_width] into the order of out [T * heads, v_dim]."""
     if isinstance(part.out_rows, slice):
         target = out[part.out_rows]
-        if target.dtype == flat.dtype and target.shape[1] == flat.shape[1]:
-            torch.index_select(flat, 0, part.result_rows, out=target)
+        if target.dtype == result.dtype and target.shape[1] == result.shape[1]:
+            torch.index_select(result, 0, part.result_rows, out=target)
         else:
-            target.copy_(flat.index_select(0, part.result_rows)[:, : target.shape[1]])
+            target.copy_(result.index_select(0, part.result_rows)[:, : target.shape[1]])
     else:
-        picked = flat.index_select(0, part.result_rows)[:, : out.shape[1]]
+        picked = result.index_select(0, part.result_rows)[:, : out.shape[1]]
         out.index_copy_(0, part.out_rows, picked.to(out.dtype))
 
 
-def _run(layer: Layer, part: Pass, queries: torch.Tensor, s: Scratch) -> torch.Tensor:
-    """One pass: its result [lanes, tiles, height, v_width], in the scratch."""
-    lanes, tiles, height, chunks = part.lanes, part.tiles, part.height, part.chunks
-    count, width = lanes * tiles * height, queries.shape[1]
-    tiled = s.tiles[: count * width].view(count, width)
-    torch.index_select(queries, 0, part.query_rows, out=tiled)
-    tiled = tiled.view(lanes, tiles, height, width)
-    scores = s.scores[: chunks * count * CHUNK].view(chunks, lanes, tiles, height, CHUNK)
-    for first, number, slots in part.pieces:
-        keys = _gather(layer.keys, slots, number, lanes, s)
-        for chunk in range(number):
-            _multiply_keys(tiled, keys[:, chunk], scores[first + chunk])
-    _shape_scores(layer, part, scores)
-    total = _to_weights(layer, part, scores)
-    result = s.result[: count * layer.values.shape[2]].view(lanes, tiles, height, -1).zero_()
-    for first, number, slots in part.pieces:
-        values = _gather(layer.values, slots, number, lanes, s)
-        for chunk in range(number):
-            _add_values(result, scores[first + chunk], values[:, chunk])
-    return result.div_(total.unsqueeze(-1))
+Product = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
-def _gather(cache: torch.Tensor, slots: torch.Tensor, number: int, lanes: int, s: Scratch) -> torch.Tensor:
-    """Rows `slots` of every KV head, fp32 [lanes, number, CHUNK, width] (lanes: KV heads x sequences)."""
-    heads, _, width = cache.shape
-    size = heads * len(slots) * width
-    target = s.rows[:size].view(heads, len(slots), width)
-    if cache.dtype == torch.float32:
-        torch.index_select(cache, 1, slots, out=target)
-    else:
-        raw = s.raw(cache.dtype)[:size].view(heads, len(slots), width)
-        target.copy_(torch.index_select(cache, 1, slots, out=raw))
-    return target.view(lanes, number, CHUNK, width)
+class Work:
+    """A pass over the scratch, for layers of one width and KV dtype: all its views are made once, for every layer.
+
+    tiled [lanes, tiles, height, k_width], scores [chunks, lanes, tiles, height, CHUNK],
+    result [lanes, tiles, height, v_width]
+    """
+
+    def __init__(self, part: Pass, layer: Layer, s: Scratch) -> None:
+        self.part = part
+        self._heads = layer.spec.kv_heads
+        shape = (part.lanes, part.tiles, part.height)
+        count = part.lanes * part.tiles * part.height
+        self._rows = s.tiles[: count * layer.keys.shape[2]].view(count, -1)
+        self._tiled = self._rows.view(*shape, -1)
+        self._scores = s.scores[: part.chunks * count * CHUNK].view(part.chunks, *shape, CHUNK)
+        self._result_rows = s.result[: count * layer.values.shape[2]].view(count, -1)
+        self._result = self._result_rows.view(*shape, -1)
+        self._ceilings = [(self._by_sequence(self._scores[chunk]), ceiling) for chunk, ceiling in part.ceilings]
+        self._keys = [_Gather(piece, layer.keys, part.lanes, s) for piece in part.pieces]
+        self._values = [_Gather(piece, layer.values, part.lanes, s) for piece in part.pieces]
+        few = part.tiles == 1  # else the views would outweigh the work they save
+        self._key_products = [list(self._with_keys(keys)) for keys in self._keys] if few else None
+        self._value_products = [list(self._with_values(values)) for values in self._values] if few else None
+
+    def run(self, layer: Layer, queries: torch.Tensor) -> torch.Tensor:
+        """The pass's result, tile rows [rows, v_width], for queries [tokens * heads, k_width]."""
+        torch.index_select(queries, 0, self.part.query_rows, out=self._rows)
+        for index, keys in enumerate(self._keys):
+            keys.read(layer.keys)
+            for tiles, turned, out in self._key_products[index] if self._key_products else self._with_keys(keys):
+                torch.bmm(tiles, turned, out=out)
+        self._shape_scores(layer)
+        total = self._to_weights(layer)
+        self._result.zero_()
+        for index, values in enumerate(self._values):
+            values.read(layer.values)
+            made = self._value_products[index] if self._value_products else self._with_values(values)
+            for out, weights, rows in made:
+                out.baddbmm_(weights, rows)
+        self._result.div_(total.unsqueeze(-1))
+        return self._result_rows
+
+    def _with_keys(self, keys: _Gather) -> Iterator[Product]:
+        """(tiles [n, height, width], keys [n, width, CHUNK], scores [n, height, CHUNK]) of every product with keys."""
+        for chunk in range(keys.number):
+            turned, scores = keys.rows[:, chunk].transpose(1, 2), self._scores[keys.first + chunk]
+            if self.part.tiles == 1:
+                yield self._tiled.squeeze(1), turned, scores.squeeze(1)
+            else:
+                for lane in range(self.part.lanes):
+                    yield self._tiled[lane], turned[lane].expand(self.part.tiles, -1, -1), scores[lane]
+
+    def _with_values(self, values: _Gather) -> Iterator[Product]:
+        """(result [n, height, width], weights [n, height, CHUNK], values [n, CHUNK, width]) of every product."""
+        for chunk in range(values.number):
+            rows, weights = values.rows[:, chunk], self._scores[values.first + chunk]
+            if self.part.tiles == 1:
+                yield self._result.squeeze(1), weights.squeeze(1), rows
+            else:
+                for lane in range(self.part.lanes):
+                    yield self._result[lane], weights[lane], rows[lane].expand(self.part.tiles, -1, -1)
+
+    def _by_sequence(self, values: torch.Tensor) -> torch.Tensor:
+        """[lanes, tiles, height, ...] seen as [kv_heads, sequences, tiles, height, ...]."""
+        return values.view(self._heads, -1, *values.shape[1:])
+
+    def _shape_scores(self, layer: Layer) -> None:
+        """Softcap, position bias, and hidden keys, in place."""
+        if layer.spec.softcap is not None:
+            self._scores.tanh_().mul_(layer.spec.softcap)
+        if layer.spec.alibi:
+            self._add_alibi(layer)
+        for scores, ceiling in self._ceilings:
+            torch.minimum(scores, ceiling, out=scores)
+
+    def _add_alibi(self, layer: Layer) -> None:
+        """s += slope (i - p) for key i and query position p (Press et al., 2022)."""
+        slopes = self._by_sequence(self._per_row(layer, layer.alibi)).unsqueeze(-1)
+        for chunk in range(self.part.chunks):
+            offset = torch.arange(chunk * CHUNK, (chunk + 1) * CHUNK, dtype=torch.float32)
+            keys = self.part.first_keys[:, None] + offset
+            distance = keys[:, None, None, :] - self.part.positions[..., None]
+            self._by_sequence(self._scores[chunk]).add_(distance * slopes)
+
+    def _per_row(self, layer: Layer, per_head: torch.Tensor) -> torch.Tensor:
+        """A value per query head, for every tile row: [lanes, tiles, height]."""
+        heads = self.part.query_rows.remainder(layer.spec.q_heads)
+        return per_head.index_select(0, heads).view(self._scores.shape[1:4])
+
+    def _to_weights(self, layer: Layer) -> torch.Tensor:
+        """Turn scores into weights in place; their sum [lanes, tiles, height]."""
+        scores, top = self._scores, self._scores.amax((0, 4))
+        sinks = None
+        if layer.spec.sinks:
+            sinks = self._per_row(layer, layer.sinks)
+            top = torch.maximum(top, sinks)
+        scores.sub_(top.unsqueeze(-1)).clamp_(min=LOWEST).exp_()
+        if self.part.blank:  # rows whose largest score is a hidden key's see none
+            scores.masked_fill_((top <= HIDDEN).unsqueeze(-1), 0.0)
+        torch.threshold_(scores, NOTHING, 0.0)
+        sums = scores.sum(-1)
+        total = sums[0] if self.part.chunks == 1 else sums.cumsum(0)[-1]  # in the order of the chunks, unlike sum(0)
+        if sinks is not None:
+            total = total + (sinks - top).clamp_(min=LOWEST).exp_()
+        return total.clamp_(min=SMALLEST) if self.part.blank else total
 
 
-def _multiply_keys(tiled: torch.Tensor, keys: torch.Tensor, out: torch.Tensor) -> None:
-    """out [lanes, tiles, height, CHUNK] = tiled [lanes, tiles, height, width] x keys [lanes, CHUNK, width]."""
-    lanes, tiles, height, width = tiled.shape
-    turned = keys.transpose(1, 2)
-    if tiles == 1:
-        torch.bmm(tiled.view(lanes, height, width), turned, out=out.view(lanes, height, CHUNK))
-        return
-    for lane in range(lanes):
-        torch.bmm(tiled[lane], turned[lane].expand(tiles, width, CHUNK), out=out[lane])
+class _Gather:
+    """Where some chunks of keys or values go: fp32 rows [lanes, number, CHUNK, width] (lanes: heads x sequences)."""
 
+    def __init__(self, piece: tuple[int, int, torch.Tensor], cache: torch.Tensor, lanes: int, s: Scratch) -> None:
+        self.first, self.number, self._slots = piece
+        shape = (cache.shape[0], len(self._slots), cache.shape[2])
+        size = shape[0] * shape[1] * shape[2]
+        self._target = s.rows[:size].view(shape)
+        self._raw = None if cache.dtype == torch.float32 else s.raw(cache.dtype)[:size].view(shape)
+        self.rows = self._target.view(lanes, self.number, CHUNK, shape[2])
 
-def _add_values(result: torch.Tensor, weights: torch.Tensor, values: torch.Tensor) -> None:
-    """result [lanes, tiles, height, width] += weights [lanes, tiles, height, CHUNK] x values [lanes, CHUNK, width]."""
-    lanes, tiles, height, width = result.shape
-    if tiles == 1:
-        result.view(lanes, height, width).baddbmm_(weights.view(lanes, height, CHUNK), values)
-        return
-    for lane in range(lanes):
-        result[lane].baddbmm_(weights[lane], values[lane].expand(tiles, CHUNK, width))
-
-
-def _by_sequence(layer: Layer, part: Pass, values: torch.Tensor) -> torch.Tensor:
-    """[lanes, tiles, height, ...] seen as [kv_heads, sequences, tiles, height, ...]."""
-    heads = layer.spec.kv_heads
-    return values.view(heads, part.lanes // heads, *values.shape[1:])
-
-
-def _shape_scores(layer: Layer, part: Pass, scores: torch.Tensor) -> None:
-    """Softcap, position bias, and hidden keys, in place."""
-    if layer.spec.softcap is not None:
-        scores.tanh_().mul_(layer.spec.softcap)
-    if layer.alibi is not None:
-        _add_alibi(layer, part, scores)
-    for chunk, ceiling in part.ceilings:
-        seen = _by_sequence(layer, part, scores[chunk])
-        torch.minimum(seen, ceiling, out=seen)
-
-
-def _add_alibi(layer: Layer, part: Pass, scores: torch.Tensor) -> None:
-    """s += slope (i - p) for key i and query position p (Press et al., 2022)."""
-    slopes = _by_sequence(layer, part, _per_row(layer, part, layer.alibi)).unsqueeze(-1)
-    for chunk in range(part.chunks):
-        keys = part.first_keys[:, None] + torch.arange(chunk * CHUNK, (chunk + 1) * CHUNK, dtype=torch.float32)
-        distance = keys[:, None, None, :] - part.positions[..., None]
-        _by_sequence(layer, part, scores[chunk]).add_(distance * slopes)
-
-
-def _per_row(layer: Layer, part: Pass, per_head: torch.Tensor | None) -> torch.Tensor:
-    """A value per query head, for every tile row: [lanes, tiles, height]."""
-    if per_head is None:
-        raise TypeError("nothing was bound")
-    heads = part.query_rows.remainder(layer.spec.q_heads)
-    return per_head.index_select(0, heads).view(part.lanes, part.tiles, part.height)
-
-
-def _to_weights(layer: Layer, part: Pass, scores: torch.Tensor) -> torch.Tensor:
-    """Turn scores into weights in place; their sum [lanes, tiles, height]."""
-    top = scores.amax((0, 4))
-    sinks = None
-    if layer.spec.sinks:
-        sinks = _per_row(layer, part, layer.sinks)
-        top = torch.maximum(top, sinks)
-    scores.sub_(top.unsqueeze(-1)).clamp_(min=LOWEST).exp_()
-    if part.blank:
-        _silence_blank(scores, top)
-    torch.nn.functional.threshold(scores, NOTHING, 0.0, inplace=True)
-    sums = scores.sum(-1)
-    total = sums[0] if part.chunks == 1 else sums.cumsum(0)[-1]  # in the order of the chunks, unlike sum(0)
-    if sinks is not None:
-        total = total + (sinks - top).clamp_(min=LOWEST).exp_()
-    return total.clamp_(min=SMALLEST) if part.blank else total
-
-
-def _silence_blank(scores: torch.Tensor, top: torch.Tensor) -> None:
-    """Rows whose largest score is that of a hidden key see none: all their weights become zero."""
-    scores.masked_fill_((top <= HIDDEN).unsqueeze(-1), 0.0)
+    def read(self, cache: torch.Tensor) -> None:
+        """Gather from a cache [heads, slots, width]."""
+        if self._raw is None:
+            torch.index_select(cache, 1, self._slots, out=self._target)
+        else:
+            torch.index_select(cache, 1, self._slots, out=self._raw)
+            self._target.copy_(self._raw)
 
 
 # -- whether this processor keeps the promise --------------------------------------------------------------------------

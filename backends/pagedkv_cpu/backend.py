@@ -26,6 +26,7 @@ from pagedkv.api import (
     UnsupportedError,
 )
 from pagedkv_cpu import attention, host
+from pagedkv_cpu.attention import Work
 from pagedkv_cpu.ops import Ops
 from pagedkv_cpu.planning import Geometry, Pass, Planner, Shape
 from pagedkv_cpu.pool import CpuPool, Layer, pool_cost, reasons_against
@@ -52,12 +53,22 @@ class CpuPlan(Plan):
         geometry, sizes = Geometry(batch, spec.block_size, pool.num_blocks), pool.scratch().sizes
         shapes = {Shape.of(layer) for layer in spec.layers}
         self._planners = {shape: Planner(geometry, shape, sizes, uniform) for shape in shapes}
+        self._works: dict[object, tuple[list[Work], Planner]] = {}
         self._passes: dict[Shape, list[Pass]] = {shape: planner.all() for shape, planner in self._planners.items()}
 
-    def work(self, layer: Layer) -> tuple[list[Pass], Planner]:
-        """The passes of a layer, and the planner that made them."""
-        shape = Shape.of(layer.spec)
-        return self._passes[shape], self._planners[shape]
+    def work(self, layer: Layer) -> tuple[list[Work], Planner]:
+        """What to run for a layer, made for the first layer of its kind, and the planner behind it."""
+        found = self._works.get(layer.kind)
+        if found is None:
+            shape = Shape.of(layer.spec)
+            works = [Work(part, layer, self.pool.scratch()) for part in self._passes[shape]]
+            found = self._works[layer.kind] = (works, self._planners[shape])
+        return found
+
+
+def _first(tensor: torch.Tensor, rows: int) -> torch.Tensor:
+    """The first rows of a tensor; itself where there are no more, which saves a view per layer."""
+    return tensor if len(tensor) == rows else tensor[:rows]
 
 
 def _targets(batch: Batch, num_slots: int, block_size: int) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -124,13 +135,13 @@ class CpuBackend(AttentionBackend):
         found = plan.pool.layer(layer)
         _check_call(plan, found, q, k, v, out)
         if k is not None and plan.slots.numel():
-            attention.append(found, plan.slots, plan.kept, k[: plan.num_slots], v[: plan.num_slots])
+            attention.append(found, plan.slots, plan.kept, _first(k, plan.num_slots), _first(v, plan.num_slots))
         if q is None:
             return
         tokens = plan.num_tokens
         if tokens:
-            passes, planner = plan.work(found)
-            attention.attend(found, passes, planner, q[:tokens], out[:tokens], plan.pool.scratch())
+            works, planner = plan.work(found)
+            attention.attend(found, works, planner, _first(q, tokens), _first(out, tokens), plan.pool.scratch())
         if len(out) > tokens:
             out[tokens:].zero_()
 
@@ -167,12 +178,8 @@ class CpuBackend(AttentionBackend):
         found = self._mine(pool).layer(layer)
         self._refuse(_reasons_against_params(found, params))
         for name, values in params.items():
-            tensor = torch.from_numpy(np.array(values, dtype=np.float32))  # a copy: the caller's array stays its own
-            bound = getattr(found, name)
-            if bound is None:
-                setattr(found, name, tensor)
-            else:
-                bound.copy_(tensor)
+            getattr(found, name).copy_(torch.from_numpy(np.array(values, dtype=np.float32)))
+        found.bound |= params.keys()
 
     def op(self, name: str, spec: OpSpec) -> Callable[..., Any] | None:
         self._check_open()
@@ -247,9 +254,8 @@ def _check_call(plan: CpuPlan, layer: Layer, q: Any, k: Any, v: Any, out: Any) -
         _check_tensor("out", out, plan.num_tokens, spec.q_heads, spec.v_dim, dtype)
         if not out.is_contiguous():
             raise ContractViolation("out must be contiguous", law="attend tensors")
-        for name in ("sinks", "alibi"):
-            if getattr(spec, name) and getattr(layer, name) is None:
-                raise ContractViolation(f"layer {spec.index} has {name}: bind them before attend", law="bind")
+        if layer.unbound():
+            raise ContractViolation(f"bind {layer.unbound()} of layer {spec.index} before attend", law="bind")
 
 
 def _check_tensor(name: str, tensor: Any, rows: int, heads: int, dim: int, dtype: torch.dtype) -> None:

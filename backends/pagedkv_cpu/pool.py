@@ -11,7 +11,6 @@ share planes too: a region has as many planes as the group that needs most. No i
 
 from __future__ import annotations
 
-import dataclasses
 import weakref
 from collections import Counter
 from dataclasses import dataclass
@@ -69,15 +68,32 @@ def pool_cost(spec: PoolSpec) -> PoolCost:
 class Layer:
     """One layer's part of a pool: views of its planes, and what was bound to it.
 
-    keys [kv_heads, slots, k_width], values [kv_heads, slots, v_width] in the group's KV dtype.
+    keys [kv_heads, slots, k_width], values [kv_heads, slots, v_width] in the group's KV dtype. Layers of equal `kind`
+    can share a plan's work. Sinks and slopes [q_heads] are zeros until they are `bound`. `scale`: what q is multiplied
+    by, a tensor because torch makes one of a number at every call.
     """
 
     spec: LayerSpec
     group: int
     keys: torch.Tensor
     values: torch.Tensor
-    sinks: torch.Tensor | None = None
-    alibi: torch.Tensor | None = None
+    sinks: torch.Tensor
+    alibi: torch.Tensor
+    scale: torch.Tensor
+    kind: tuple[object, ...]
+    bound: frozenset[str] = frozenset()
+
+    @classmethod
+    def of(cls, spec: LayerSpec, group: int, keys: torch.Tensor, values: torch.Tensor) -> Layer:
+        """A layer on its planes, nothing bound yet."""
+        kind = (spec.q_heads, spec.kv_heads, spec.causal, spec.window, keys.shape[2], values.shape[2])
+        scale = torch.tensor(spec.scale if spec.softcap is None else spec.scale / spec.softcap, dtype=torch.float32)
+        return cls(spec, group, keys, values, torch.zeros(spec.q_heads), torch.zeros(spec.q_heads), scale, kind)
+
+    def unbound(self) -> list[str]:
+        """What the layer needs and nobody has bound."""
+        wanted = [name for name in ("sinks", "alibi") if getattr(self.spec, name)]
+        return [name for name in wanted if name not in self.bound]
 
 
 class CpuPool(Pool):
@@ -146,7 +162,8 @@ class CpuPool(Pool):
         made: dict[int, Layer] = {}
         for spec in sorted(group.layers, key=lambda layer: layer.kv_of is not None):
             if spec.kv_of is not None:
-                made[spec.index] = dataclasses.replace(made[spec.kv_of], spec=spec)
+                owner = made[spec.kv_of]
+                made[spec.index] = Layer.of(spec, group_index, owner.keys, owner.values)
                 continue
             views = []
             for size, dim in zip(plane_bytes(spec, group), (spec.k_dim, spec.v_dim), strict=True):
@@ -154,7 +171,7 @@ class CpuPool(Pool):
                 free[size] += spec.kv_heads
                 typed = planes.view(spec.kv_heads, -1).view(DTYPES[group.kv_dtype])
                 views.append(typed.view(spec.kv_heads, -1, padded(dim)))
-            made[spec.index] = Layer(spec, group_index, views[0], views[1])
+            made[spec.index] = Layer.of(spec, group_index, views[0], views[1])
         return list(made.values())
 
     def _clear_null_block(self) -> None:
