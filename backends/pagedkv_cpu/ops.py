@@ -123,7 +123,8 @@ def _why_not(dtype: str) -> str | None:
             return "this processor has no such product"
         weight, x = (torch.linspace(-1, 1, 64).view(8, 8).to(DTYPES[dtype]) for _ in range(2))
         product = _product(x, torch.ops.mkldnn._reorder_linear_weight(weight, PACK_ROWS), None)
-        torch.testing.assert_close(product, torch.nn.functional.linear(x, weight))
-    except (AttributeError, RuntimeError, TypeError, AssertionError) as error:
+        if not torch.allclose(product, torch.nn.functional.linear(x, weight), rtol=1e-2, atol=1e-3):
+            return "it differs from torch's own"
+    except (AttributeError, RuntimeError, TypeError) as error:
         return f"packed weights do not work with torch {torch.__version__} ({error})"
     return None

@@ -6,6 +6,7 @@ import dataclasses
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import prod
 
 from pagedkv import plugins
 from pagedkv.api import (
@@ -22,7 +23,9 @@ from pagedkv.core.scheduler import Scheduler, SchedulerConfig
 from pagedkv.engine.memory import MemoryPlan, MemoryRequest, plan_memory, read_memory
 from pagedkv.engine.runner import Runner
 from pagedkv.models.checkpoint import Checkpoint, open_checkpoint
+from pagedkv.models.config import ModelConfig
 from pagedkv.models.native import NativeDecoder, workspace_bytes
+from pagedkv.models.tensor_shapes import tensor_shapes
 from pagedkv.models.tokenizer import Tokenizer
 
 _log = logging.getLogger("pagedkv.engine")
@@ -55,13 +58,17 @@ def build(config: EngineConfig, progress: Progress | None = None) -> Parts:
     _log.info("backend %s (%s %s): %s", selected.name, selected.distribution, selected.version, selected.why)
     accepted = {alias: o.name for o in selected.descriptor.options for alias in (o.name, *o.aliases)}
     options = claim_options(config, accepted, selected.name)
+    offer = selected.descriptor.describe(selected.device)
+    # First without the model: what no model could change is refused before a file is opened. Exclusions may depend on
+    # the checkpoint's dtype.
+    negotiate(dataclasses.replace(offer, exclusions=()), _requirements(config, None), backend=selected.name)
     checkpoint = open_checkpoint(
         config.model, load_format=config.load_format, tokenizer=config.tokenizer, revision=config.revision
     )
     try:
-        requirements = _requirements(config, checkpoint)
+        requirements = _requirements(config, checkpoint.config)
         max_model_len = _max_model_len(config, checkpoint)
-        negotiate(selected.descriptor.describe(selected.device), requirements, backend=selected.name)
+        negotiate(offer, requirements, backend=selected.name)
         backend = plugins.create(selected, options)
         try:
             return _load(config, selected, backend, checkpoint, requirements, max_model_len, progress)
@@ -102,18 +109,18 @@ def _load(
         memory=memory,
         max_model_len=max_model_len,
         scheduler=scheduler,
-        runner=Runner(backend, pool, model, nan_safe="nan_safe" in choice.features),
+        runner=Runner(backend, pool, model, nan_safe="nan_safe" in backend.capabilities().features),
         tokenizer=tokenizer,
         end_ids=_end_ids(checkpoint, tokenizer),
         vocab_size=checkpoint.config.vocab_size,
     )
 
 
-def _requirements(config: EngineConfig, checkpoint: Checkpoint) -> Requirements:
+def _requirements(config: EngineConfig, model: ModelConfig | None) -> Requirements:
     return Requirements(
-        layers=checkpoint.config.layer_specs(),
+        layers=model.layer_specs() if model else (),
         dtype=DTYPES[config.dtype],
-        checkpoint_dtype=checkpoint.config.dtype,
+        checkpoint_dtype=model.dtype if model else None,
         kv_dtype=DTYPES[config.kv_cache_dtype],
         block_size=config.block_size,
         features=frozenset({"mixed_batch", "prefix_hit"}),
@@ -156,13 +163,25 @@ def _plan(
         num_blocks=config.num_blocks,
         kv_cache_bytes=config.kv_cache_bytes,
         fraction=config.gpu_memory_utilization,
-        weights=checkpoint.config.num_parameters * _ITEM[choice.dtype],
+        weights=_weight_bytes(checkpoint.config, choice.dtype),
         workspace=workspace_bytes(checkpoint.config, tokens, rows, choice.dtype),
         block_size=choice.block_size,
         max_num_seqs=rows,
         max_model_len=max_model_len,
     )
-    return plan_memory(request, backend.pool_cost(spec), read_memory(backend.memory, name), backend.kv_budget)
+
+    def kv_budget(fraction: float | None, reserved: int) -> int | None:
+        return read_memory(lambda: backend.kv_budget(fraction, reserved), name)
+
+    return plan_memory(request, backend.pool_cost(spec), read_memory(backend.memory, name), kv_budget)
+
+
+def _weight_bytes(model: ModelConfig, dtype: str) -> int:
+    """The most that packed weights take: a tied head may be packed a second time, in a product's own layout."""
+    numbers = sum(prod(shape) for shape in tensor_shapes(model).values())
+    if model.tie_word_embeddings:
+        numbers += model.vocab_size * model.hidden_size
+    return numbers * _ITEM[dtype]
 
 
 def _scheduler_config(config: EngineConfig, memory: MemoryPlan, choice: Choice, max_model_len: int) -> SchedulerConfig:
