@@ -31,9 +31,9 @@ def is_single(prompts: Any) -> bool:
     """Whether `prompts` is one prompt rather than a list of them."""
     if isinstance(prompts, str | Mapping):
         return True
-    if isinstance(prompts, np.ndarray):
+    if isinstance(prompts, np.ndarray) and prompts.ndim > 0:
         return prompts.ndim == 1
-    if not isinstance(prompts, Sequence):
+    if not isinstance(prompts, Sequence) or isinstance(prompts, bytes | bytearray):
         raise RequestInvalid(
             f"prompts of type {type(prompts).__name__}: give text, token ids, a mapping, or a list of those",
             field="prompt",
@@ -50,7 +50,8 @@ def read_prompt(prompt: Any, tokenizer: Tokenizer | None, vocab_size: int) -> Pr
         text, ids, salt = _read_mapping(prompt)
     elif isinstance(prompt, str):
         text = prompt
-    if (text is not None and ids is None) or isinstance(ids, str):
+        ids = None
+    if text is not None and ids is None:
         ids = _encode(text, tokenizer)
     return Prompt(text=text, ids=_check_ids(ids, vocab_size), salt=salt)
 
@@ -66,21 +67,22 @@ def _read_mapping(prompt: Mapping[str, Any]) -> tuple[str | None, Any, bytes]:
         raise RequestInvalid(f'"prompt" must be text, not {type(text).__name__}', field="prompt")
     if salt is not None and not isinstance(salt, str | bytes):
         raise RequestInvalid(f'"cache_salt" must be text, not {type(salt).__name__}', field="cache_salt")
-    return text, ids, salt.encode() if isinstance(salt, str) else salt or b""
+    # A lone surrogate is no UTF-8, but as good a salt as any other text.
+    return text, ids, salt.encode(errors="surrogatepass") if isinstance(salt, str) else salt or b""
 
 
-def _encode(text: str | None, tokenizer: Tokenizer | None) -> list[int]:
+def _encode(text: str, tokenizer: Tokenizer | None) -> list[int]:
     if tokenizer is None:
         raise RequestInvalid(
             "text needs a tokenizer, but there is none: give prompt_token_ids, or a tokenizer", field="prompt"
         )
-    return tokenizer.encode(text or "")
+    return tokenizer.encode(text)
 
 
 def _check_ids(ids: Any, vocab_size: int) -> Int32:
     if isinstance(ids, np.ndarray):
         ids = ids.tolist()
-    if not isinstance(ids, Sequence) or isinstance(ids, bytes):
+    if not isinstance(ids, Sequence) or isinstance(ids, str | bytes | bytearray):
         raise RequestInvalid(f"token ids must be a list of whole numbers, not {type(ids).__name__}", field="prompt")
     if not ids:
         raise RequestInvalid("the prompt is empty: give at least one token", field="prompt")
