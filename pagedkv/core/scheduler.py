@@ -268,6 +268,11 @@ class Scheduler:
         insort(self.waiting, request, key=_ORDER)
         return request
 
+    def restart(self) -> None:
+        """Preempt all that runs, for a step that was scheduled and will never be updated."""
+        for request in reversed(self.running.copy()):
+            self._preempt(request)
+
     def _admit(self, left: int) -> list[tuple[Request, int]]:
         """Start waiting requests while rows, blocks and budget last; each comes with its first chunk's length."""
         admitted: list[tuple[Request, int]] = []
@@ -418,10 +423,18 @@ class Scheduler:
         finished = []
         for at in np.flatnonzero(failed | stopped | full).tolist():
             request = self._holder(int(rows[at]))
+            if failed[at]:
+                self._unpublish(request)
             reason = Reason.ERROR if failed[at] else Reason.STOP if stopped[at] else Reason.LENGTH
             self._finish(request, reason)
             finished.append(request)
         return finished
+
+    def _unpublish(self, request: Request) -> None:
+        """What gave no usable logits may be stored as such: nobody else is to find it."""
+        for block in self.rows.held(request.row):
+            if self.pool.refs(block) == 1 and self.index.holds(block):
+                self.index.forget(block)
 
     def _finish(self, request: Request, reason: Reason) -> None:
         if request.state is State.WAITING:

@@ -32,6 +32,7 @@ class _Live:
     stream: bool
     metrics: RequestMetrics
     detokenizer: IncrementalDetokenizer | None
+    spoken: int = 0
     text: str = ""
     ids: list[int] = field(default_factory=list)
 
@@ -135,7 +136,8 @@ class LLMEngine:
     def step(self) -> list[tuple[int, RequestOutput]]:
         """Compute one step; returns (engine id, output) of what finished and of each streamed request that got a token.
 
-        A failure of the device or of the engine itself ends every live request and raises `EngineDead`.
+        A failure of the device or of the engine itself ends every live request and raises `EngineDead`. An interrupt
+        passes through: what was running is computed again.
         """
         self._check_alive()
         try:
@@ -143,6 +145,9 @@ class LLMEngine:
         except Exception as error:
             self._die(error)
             raise EngineDead(f"the engine stopped: {error}") from error
+        except BaseException:
+            self.scheduler.restart()
+            raise
 
     def _step(self) -> list[tuple[int, RequestOutput]]:
         step = self.scheduler.schedule()
@@ -153,7 +158,7 @@ class LLMEngine:
         sampled = self._sampler(logits, step.sample_rows, step.output_index)
         producers = self.scheduler.holders(step)
         finished = self.scheduler.update(step, sampled)
-        self._count(step)
+        self._count(step, sampled)
         outputs = self._publish(producers, sampled, finished)
         if self.scheduler.idle:
             self.scheduler.check_idle()
@@ -169,10 +174,10 @@ class LLMEngine:
         for request in step.preempted:
             _log.info("request %s preempted: no block left; it will be computed again", request.label)
 
-    def _count(self, step: Step) -> None:
+    def _count(self, step: Step, sampled: Int32) -> None:
         self.stats.steps += 1
         self.stats.computed_tokens += step.batch.num_tokens
-        self.stats.output_tokens += len(step.sample)
+        self.stats.output_tokens += int((sampled >= 0).sum())
 
     def _publish(
         self, producers: list[Request | None], sampled: Int32, finished: list[Request]
@@ -197,6 +202,7 @@ class LLMEngine:
     def _delta(self, live: _Live, token: int) -> RequestOutput:
         new = live.detokenizer.push([token]) if live.detokenizer is not None else ""
         live.text += new
+        live.spoken += 1
         return self._describe(live, CompletionOutput(index=0, text=live.text, token_ids=list(live.ids), new_text=new))
 
     def _output(self, live: _Live) -> RequestOutput:
@@ -204,11 +210,10 @@ class LLMEngine:
         request = self._live.pop(live.request.id).request
         live.metrics.finished_time = time.monotonic()
         ids, reason = request.output_ids, request.reason or Reason.ERROR
-        done = len(live.ids) - 1 if live.stream and live.ids and reason is not Reason.ABORT else len(live.ids)
         spoken = ids[:-1] if reason is Reason.STOP else ids
         new = ""
         if live.detokenizer is not None:
-            new = live.detokenizer.push(spoken[done:]) + live.detokenizer.finish()
+            new = live.detokenizer.push(spoken[live.spoken :]) + live.detokenizer.finish()
         if reason is Reason.ERROR:
             _log.error("request %s ended: the model gave no usable logits (NaN)", request.label)
         completion = CompletionOutput(
