@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import threading
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 from pagedkv.api.errors import RequestError, RequestInvalid
 from pagedkv.config import EngineConfig
@@ -16,6 +18,8 @@ from pagedkv.logs import setup_logging
 from pagedkv.models.tokenizer import Tokenizer
 from pagedkv.progress import GenerationBar, loading_bar
 from pagedkv.sampling.params import SamplingParams
+
+_News: TypeAlias = tuple[int, RequestOutput]
 
 
 class LLM:
@@ -29,12 +33,13 @@ class LLM:
     `pagedkv.config.EngineConfig`. Raises `ConfigError`, `ModelError`, `BackendError` or `OutOfDeviceMemory`.
     """
 
-    def __init__(self, model: str, **settings: Any) -> None:
+    def __init__(self, model: str | os.PathLike[str], **settings: Any) -> None:
         setup_logging()
-        config = EngineConfig.of(model=str(model), **settings)
+        config = EngineConfig.of(model=model, **settings)
         with loading_bar() as progress:
             self.engine = LLMEngine(build(config, progress))
-        self._lock = threading.RLock()
+        self._lock = threading.RLock()  # held for one step at most, so that threads and open streams share batches
+        self._inbox: dict[int, deque[_News]] = {}
 
     def generate(
         self,
@@ -49,12 +54,10 @@ class LLM:
         All prompts are checked before any is queued, so an error leaves nothing behind: `RequestInvalid` or
         `RequestTooLong`, which says which prompt it was. `use_tqdm` shows a progress bar on stderr.
         """
-        with self._lock:
-            outputs = {}
-            for number, output in self._run(prompts, sampling_params, priority, use_tqdm, stream=False):
-                if output.finished:
-                    outputs[number] = output
-            return [outputs[number] for number in sorted(outputs)]
+        outputs = {}
+        for number, output in self._run(prompts, sampling_params, priority, use_tqdm, stream=False):
+            outputs[number] = output
+        return [outputs[number] for number in sorted(outputs)]
 
     def stream(
         self,
@@ -64,16 +67,16 @@ class LLM:
         priority: int | Sequence[int] = 0,
     ) -> Iterator[tuple[int, RequestOutput]]:
         """(index of the prompt, output so far) whenever there is news; closing the iterator aborts what is left."""
-        with self._lock:
-            yield from self._run(prompts, sampling_params, priority, False, stream=True)
+        yield from self._run(prompts, sampling_params, priority, False, stream=True)
 
     def get_tokenizer(self) -> Tokenizer | None:
         """The tokenizer, None with `skip_tokenizer_init`."""
         return self.engine.tokenizer
 
     def close(self) -> None:
-        """Free the model and its cache. Idempotent."""
-        self.engine.close()
+        """End every request and free the model and its cache. Idempotent."""
+        with self._lock:
+            self.engine.close()
 
     def __enter__(self) -> LLM:
         return self
@@ -85,25 +88,41 @@ class LLM:
         self, prompts: Any, sampling_params: Any, priority: Any, show: bool, *, stream: bool
     ) -> Iterator[tuple[int, RequestOutput]]:
         items = [prompts] if is_single(prompts) else list(prompts)
-        params = _each(sampling_params or SamplingParams(), len(items), SamplingParams, "sampling_params")
+        default = SamplingParams() if sampling_params is None else sampling_params
+        params = _each(default, len(items), SamplingParams, "sampling_params")
         priorities = _each(priority, len(items), int, "priority")
         ready = self._prepare(items, params)
         numbers: dict[int, int] = {}
+        news: deque[_News] = deque()
         try:
-            for number, prompt in enumerate(ready):
-                key = self.engine.add_request(
-                    prompt, params[number], request_id=str(number), priority=priorities[number], stream=stream
-                )
-                numbers[key] = number
+            with self._lock:
+                for number, prompt in enumerate(ready):
+                    key = self.engine.add_request(
+                        prompt, params[number], request_id=str(number), priority=priorities[number], stream=stream
+                    )
+                    numbers[key], self._inbox[key] = number, news
             with GenerationBar(ready, enabled=show) as bar:
                 while numbers:
-                    for key, output in self.engine.step():
-                        bar.update(output)
-                        number = numbers.pop(key) if output.finished else numbers[key]
-                        yield number, output
+                    self._wait_for(news)
+                    key, output = news.popleft()
+                    bar.update(output)
+                    yield (numbers.pop(key) if output.finished else numbers[key]), output
         finally:
-            for key in numbers:
-                self.engine.abort_request(key)
+            with self._lock:
+                for key in numbers:
+                    self._inbox.pop(key, None)
+                    self.engine.abort_request(key)
+
+    def _wait_for(self, news: deque[_News]) -> None:
+        """Step until there is some; whoever steps takes in the outputs of every open call."""
+        while not news:
+            with self._lock:
+                if news:  # another thread's step brought it
+                    return
+                for key, output in self.engine.step():
+                    box = self._inbox.pop(key, None) if output.finished else self._inbox.get(key)
+                    if box is not None:
+                        box.append((key, output))
 
     def _prepare(self, items: Sequence[Any], params: Sequence[SamplingParams]) -> list[Prompt]:
         ready = []
