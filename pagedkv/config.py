@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import logging
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -96,12 +97,17 @@ class EngineConfig:
         settled = _settle(names)
         known = {f.name for f in dataclasses.fields(cls)}
         unknown = {name: settled.pop(name) for name in list(settled) if name not in known}
-        options = dict(settled.pop("backend_options", None) or {})
-        settled["backend_options"] = _Options(options, unknown)
+        options = settled.pop("backend_options", None)
+        if options is not None and not isinstance(options, Mapping):
+            raise ConfigError(f'backend_options={options!r} must be a mapping such as {{"name": value}}')
+        settled["backend_options"] = _Options(options or {}, unknown)
+        for name in ("model", "tokenizer"):
+            if isinstance(settled.get(name), os.PathLike):
+                settled[name] = os.fspath(settled[name])
         return cls(**settled)
 
     def __post_init__(self) -> None:
-        problems = [*self._bad_numbers(), *self._bad_choices()]
+        problems = [*self._bad_numbers(), *self._bad_switches(), *self._bad_choices(), *self._bad_cache()]
         if problems:
             raise ConfigError("; ".join(problems))
 
@@ -126,19 +132,38 @@ class EngineConfig:
             problems.append(f"seed={self.seed!r} must be a whole number")
         return problems
 
+    def _bad_switches(self) -> list[str]:
+        problems = [
+            f"{name}={value!r} must be True or False"
+            for name in ("enable_chunked_prefill", "enable_prefix_caching", "skip_tokenizer_init", "batch_invariant")
+            if not isinstance(value := getattr(self, name), bool) and not (name == "batch_invariant" and value is None)
+        ]
+        return problems + [
+            f"{name}={value!r} must be text"
+            for name in ("tokenizer", "revision", "backend")
+            if (value := getattr(self, name)) is not None and not isinstance(value, str)
+        ]
+
     def _bad_choices(self) -> list[str]:
         problems = [
             f"{name}={value!r} is not one of {', '.join(DTYPES)}"
             for name in ("dtype", "kv_cache_dtype")
-            if (value := getattr(self, name)) not in DTYPES
+            if not isinstance(value := getattr(self, name), str) or value not in DTYPES
         ]
         if self.load_format not in ("auto", "safetensors", "gguf", "dummy"):
             problems.append(f"load_format={self.load_format!r} is not one of auto, safetensors, gguf, dummy")
-        if self.kv_cache_memory is not None and self.num_blocks is not None:
-            problems.append("kv_cache_memory and num_blocks both size the cache: give one of them")
         if not isinstance(self.model, str) or not self.model:
-            problems.append("model must be a folder, a .gguf file, a hub id, or demo")
+            problems.append(f"model={self.model!r} must be a folder, a .gguf file, a hub id, or demo")
         return problems
+
+    def _bad_cache(self) -> list[str]:
+        if self.kv_cache_memory is not None and self.num_blocks is not None:
+            return ["kv_cache_memory and num_blocks both size the cache: give one of them"]
+        try:
+            _ = self.kv_cache_bytes
+        except ConfigError as error:
+            return [str(error)]
+        return []
 
     @property
     def kv_cache_bytes(self) -> int | None:
@@ -182,6 +207,8 @@ def _settle(names: Mapping[str, Any]) -> dict[str, Any]:
         name = _OLD_NAMES.get(old, old)
         if name != old:
             _log.warning("%s is now called %s", old, name)
+            if name in names:
+                raise ConfigError(f"{name} is given twice, also under its old name {old}; give it once")
         if name == "worker_use_ray":
             _log.warning('worker_use_ray is now called distributed_executor_backend="ray"')
             name, value = "distributed_executor_backend", "ray" if value else None
