@@ -5,12 +5,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
 from pagedkv.api import MemoryInfo, PoolCost
-from pagedkv.api.errors import BackendError, ConfigError, OutOfDeviceMemory
+from pagedkv.api.errors import BackendError, ConfigError, OutOfDeviceMemory, PagedKVError
 from pagedkv.config import show_bytes
 
 _log = logging.getLogger("pagedkv.engine")
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,10 +70,12 @@ class MemoryPlan:
         return "\n".join(f"  {name:<10} {text}" for name, text in rows)
 
 
-def read_memory(ask: Callable[[], MemoryInfo], backend: str) -> MemoryInfo:
-    """The backend's answer; one that raises is reported as the backend's fault, by name."""
+def read_memory(ask: Callable[[], _T], backend: str) -> _T:
+    """The backend's answer about its memory; one that raises is reported as the backend's fault, by name."""
     try:
         return ask()
+    except PagedKVError:
+        raise
     except Exception as error:
         raise BackendError(
             f"backend {backend} failed to report its memory: {error!r}; this is for the backend's author to mend, "
@@ -85,7 +89,8 @@ def plan_memory(
     """Decide the number of blocks. Raises `OutOfDeviceMemory` with the numbers when not even one block fits.
 
     An explicit num_blocks stands as it is, kv_cache_memory wins over the fraction, and neither may exceed what is
-    available. What the engine sizes itself never exceeds what its sequences can use.
+    available. What the engine sizes itself never exceeds what its sequences can use, nor what was available when it
+    was first asked: the budget comes from a later question, and other processes take and give memory meanwhile.
     """
     needed = request.weights + request.workspace
     available = _available(memory)
@@ -94,6 +99,8 @@ def plan_memory(
         blocks, rule = request.num_blocks, f"num_blocks={request.num_blocks}"
     else:
         size, rule = _size(request, room, kv_budget)
+        if room is not None and size > room:
+            size, rule = room, f"what is available, less than {rule}"
         blocks = min((size - cost.fixed) // cost.per_block, request.useful_blocks)
         if blocks == request.useful_blocks:
             rule = f"max_num_seqs={request.max_num_seqs} x max_model_len={request.max_model_len}, less than {rule}"
