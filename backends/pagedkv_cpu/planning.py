@@ -100,6 +100,11 @@ def tile_height(rows: int, uniform: bool) -> int:
     return 4 if rows <= 4 else 8
 
 
+def tile_count(rows: int, height: int, lanes: int) -> int:
+    """Tiles for `rows` rows of each lane. A product never runs alone: torch hands a batch of one to another routine."""
+    return max(-(-rows // height), 2 if lanes == 1 else 1)
+
+
 class Geometry:
     """The batch as it stood when it was planned: copies of all that is needed from the core's arrays."""
 
@@ -190,7 +195,7 @@ class Planner:
         """How many of the next tokens (longest first) go into one pass, by scratch and by what padding wastes."""
         shape, sizes, most = self._shape, self._sizes, int(chunks[0])
         height = tile_height(shape.group, self._uniform)
-        rows = -(-shape.group // height) * height
+        rows = tile_count(shape.group, height, shape.kv_heads) * height
         room = min(
             sizes.scores // (shape.kv_heads * rows * most * CHUNK), sizes.rows // (shape.kv_heads * CHUNK * sizes.width)
         )
@@ -200,7 +205,7 @@ class Planner:
     def _single_pass(self, tokens: Tokens, first: Ints, end: Ints, chunks: int) -> Pass:
         shape, count = self._shape, len(tokens.row)
         height = tile_height(shape.group, self._uniform)
-        tiles = -(-shape.group // height)
+        tiles = tile_count(shape.group, height, shape.kv_heads * count)
         start = first // CHUNK * CHUNK
         keys = start[:, None] + np.arange(chunks * CHUNK)
         visible = (keys >= first[:, None]) & (keys < end[:, None])
@@ -268,7 +273,7 @@ class Planner:
         first, end = shape.visible(positions, context)
         start = int(first[0]) // CHUNK
         chunks = max(1, -(-int(end[-1]) // CHUNK) - start)
-        tiles = -(-count * shape.group // TALL)
+        tiles = tile_count(count * shape.group, TALL, shape.kv_heads)
         flat = np.minimum(np.arange(tiles * TALL), count * shape.group - 1)
         token, place = flat // shape.group, flat % shape.group
         query_rows = (index + token) * shape.q_heads + self._heads[:, place]

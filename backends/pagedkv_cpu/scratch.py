@@ -61,9 +61,9 @@ class Sizes:
         chunks = max(1, -(-limits.context // CHUNK))
         width = max(padded(max(layer.k_dim, layer.v_dim)) for layer in layers)
         heads = max(layer.kv_heads for layer in layers)
-        per_token = max(layer.kv_heads * up(group_size(layer), TALL) for layer in layers)
+        per_token = max(layer.kv_heads * up(group_size(layer), TALL) for layer in layers) + TALL
         all_tiles = max(layer.kv_heads * group_size(layer) for layer in layers) * limits.tokens
-        all_tiles += heads * TALL * (limits.rows + 1)
+        all_tiles += 2 * heads * TALL * (limits.rows + 1)
         scores = CHUNK * chunks * min(all_tiles, max(per_token, SCORE_BUDGET // (CHUNK * chunks)))
         columns = min(heads * chunks * limits.rows, max(heads, ROW_BUDGET // (CHUNK * width)))
         queries = limits.tokens * max(layer.q_heads for layer in layers) * width
@@ -86,7 +86,7 @@ def _plan_bytes(group: GroupSpec, spec: PoolSpec) -> int:
     for shape in {(layer.q_heads, layer.kv_heads, layer.causal, layer.window) for layer in group.layers}:
         query_heads, kv_heads, _, window = shape
         size = -(-query_heads // kv_heads)
-        padded_rows = 2 * limits.tokens * size + TALL * (limits.tokens // CHUNK + 2 * limits.rows + 2)
+        padded_rows = 2 * limits.tokens * size + 2 * TALL * (limits.tokens // CHUNK + 2 * limits.rows + 2)
         edges = 1 if window is None else 3
         total += 4 * (2 * limits.rows * chunks * CHUNK)  # slots to gather, twice where rows are looked at singly
         total += 4 * padded_rows * (kv_heads * 3 + edges * CHUNK)  # row maps, what is hidden at the edges

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -16,11 +17,17 @@ from pagedkv_cpu.descriptor import CpuDescriptor
 TORCH = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def backend(threads: int = 2) -> CpuBackend:
-    """A CPU instance as the entry point makes it."""
+def backend(threads: int = 1) -> CpuBackend:
+    """A CPU instance as the entry point makes it; one thread, so that tests beside each other do not wait for it."""
     made = CpuDescriptor().create(0, {"threads": threads}, World())
     assert isinstance(made, CpuBackend)
     return made
+
+
+@functools.cache
+def shared_backend() -> CpuBackend:
+    """The instance of all rigs that do not close theirs."""
+    return backend()
 
 
 def layer_spec(index: int = 0, **changes: Any) -> LayerSpec:
@@ -55,7 +62,7 @@ class Rig:
     """One pool, and sequences whose ids come from a shuffled list."""
 
     def __init__(self, spec: PoolSpec, *, seed: int = 0, made: CpuBackend | None = None, group: int = 0) -> None:
-        self.backend = made or backend()
+        self.backend = made or shared_backend()
         self.pool = self.backend.alloc_pool(spec)
         self.spec, self.group_index = spec, group
         self.group = spec.groups[group]
