@@ -10,7 +10,6 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from pagedkv.engine.outputs import RequestOutput
-from pagedkv.engine.prompts import Prompt
 
 
 def _bar(*columns: TextColumn, shown: bool) -> Progress:
@@ -24,6 +23,7 @@ def _bar(*columns: TextColumn, shown: bool) -> Progress:
         TimeRemainingColumn(),
         console=console,
         transient=True,
+        redirect_stdout=False,  # else what is printed meanwhile would land on stderr with the bar
         disable=not (shown and console.is_terminal),
     )
 
@@ -36,10 +36,18 @@ def loading_bar() -> Iterator[Callable[[int, int], None]]:
         yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
+@contextmanager
+def counting_bar(description: str, total: int) -> Iterator[Callable[[], None]]:
+    """A callback that moves a bar of `total` equal parts by one."""
+    with _bar(shown=True) as bar:
+        task = bar.add_task(description, total=total)
+        yield lambda: bar.advance(task)
+
+
 class GenerationBar:
     """Counts finished prompts and generated tokens."""
 
-    def __init__(self, prompts: Sequence[Prompt], *, enabled: bool) -> None:
+    def __init__(self, prompts: Sequence[object], *, enabled: bool) -> None:
         self._bar = _bar(TextColumn("{task.fields[speed]}"), shown=enabled)
         self._task = self._bar.add_task("Generating", total=len(prompts), speed="")
         self._tokens = 0

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import os
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import IO, Any
@@ -13,11 +11,13 @@ from typing import IO, Any
 import click
 
 from pagedkv.api.errors import BackendNotFound, ConfigError, PagedKVError, RequestError
+from pagedkv.logs import start_command_logging
 
 USAGE_ERRORS = (BackendNotFound, ConfigError, RequestError)
 """Errors that another command line would avoid: exit code 2; every other one of ours is 1."""
 
-LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
+INTERRUPTED = 130
+"""The exit code after Ctrl-C, as shells count it: 128 + SIGINT."""
 
 CONTEXT = {
     "help_option_names": ["-h", "--help"],
@@ -44,65 +44,22 @@ class UsageFailure(Failure):
 
 @contextmanager
 def reported() -> Iterator[None]:
-    """Turn our errors into a message and an exit code; with --debug the traceback goes before it."""
+    """Turn our errors into a message and an exit code, with --debug after their traceback; Ctrl-C ends in one word."""
     try:
         yield
+    except KeyboardInterrupt as error:
+        click.echo("interrupted", err=True)
+        raise click.exceptions.Exit(INTERRUPTED) from error
     except PagedKVError as error:
         _log.debug("traceback of the error below", exc_info=True)
         kind = UsageFailure if isinstance(error, USAGE_ERRORS) else Failure
         raise kind(str(error) or type(error).__name__) from error
 
 
-class _StderrHandler(logging.StreamHandler[Any]):
-    """Writes to what standard error is at the time, so that redirecting it later works."""
-
-    def __init__(self) -> None:
-        logging.Handler.__init__(self)
-
-    @property
-    def stream(self) -> Any:
-        return sys.stderr
-
-    @stream.setter
-    def stream(self, value: Any) -> None:
-        raise AttributeError("this handler follows sys.stderr")
-
-
-class _Formatter(logging.Formatter):
-    def format(self, record: logging.LogRecord) -> str:
-        text = super().format(record)
-        return text if record.levelno == logging.INFO else f"{record.levelname.lower()}: {text}"
-
-
-def set_up_logging(level: str | None = None) -> None:
-    """Log to standard error from `level` on; None takes `PAGEDKV_LOG_LEVEL`, else INFO. Raises `ConfigError`."""
-    chosen = level or os.environ.get("PAGEDKV_LOG_LEVEL", "").strip().upper() or "INFO"
-    if chosen not in LEVELS:
-        raise ConfigError(f"PAGEDKV_LOG_LEVEL={chosen!r} is no log level; use one of {', '.join(LEVELS)}")
-    logger = logging.getLogger("pagedkv")
-    _drop_handler(logger)
-    handler = _StderrHandler()
-    handler.setFormatter(_Formatter("%(message)s"))
-    logger.addHandler(handler)
-    logger.setLevel(chosen)
-
-
-def tear_down_logging() -> None:
-    """Leave logging as it was, for a command that ran inside another program."""
-    logger = logging.getLogger("pagedkv")
-    _drop_handler(logger)
-    logger.setLevel(logging.NOTSET)
-
-
-def _drop_handler(logger: logging.Logger) -> None:
-    for handler in [h for h in logger.handlers if isinstance(h, _StderrHandler)]:
-        logger.removeHandler(handler)
-
-
 def _flag(level: str) -> Callable[[click.Context, click.Parameter, bool], None]:
     def set_level(context: click.Context, parameter: click.Parameter, given: bool) -> None:
         if given:
-            set_up_logging(level)
+            start_command_logging(level)
 
     return set_level
 

@@ -9,8 +9,9 @@ from typing import Any
 import click
 
 from pagedkv import __version__
-from pagedkv.cli.common import CONTEXT, logging_options, reported, set_up_logging, tear_down_logging
+from pagedkv.cli.common import CONTEXT, logging_options, reported
 from pagedkv.environment import check_environment
+from pagedkv.logs import start_command_logging, stop_command_logging
 
 COMMANDS = {
     "generate": ("pagedkv.cli.generate", "Answer one or more prompts."),
@@ -27,9 +28,13 @@ class LazyGroup(click.Group):
     def make_context(self, *args: Any, **kwargs: Any) -> click.Context:
         """Set logging up before any option is read: `--quiet` and its like change it."""
         with reported():
-            set_up_logging()
-        context = super().make_context(*args, **kwargs)
-        context.call_on_close(tear_down_logging)
+            start_command_logging()
+        try:
+            context = super().make_context(*args, **kwargs)
+        except BaseException:  # --help and --version leave this way too
+            stop_command_logging()
+            raise
+        context.call_on_close(stop_command_logging)
         return context
 
     def list_commands(self, ctx: click.Context) -> list[str]:

@@ -1,0 +1,295 @@
+"""`pagedkv generate`: answer one or more prompts."""
+
+from __future__ import annotations
+
+import json
+import logging
+import statistics
+import sys
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from pagedkv.api.errors import RequestInvalid
+from pagedkv.cli.common import Failure, model_argument
+from pagedkv.cli.model_options import engine_options, engine_settings
+from pagedkv.cli.prompt_files import STDIN, Job, placed, read_jobs
+
+if TYPE_CHECKING:
+    from pagedkv.engine.engine import LLMEngine
+    from pagedkv.engine.outputs import RequestOutput
+    from pagedkv.engine.prompts import Prompt
+    from pagedkv.models.tokenizer import Tokenizer
+
+MAX_TOKENS = 128
+_HEAD = 60  # characters of a prompt in its heading
+_log = logging.getLogger("pagedkv.cli")
+
+
+def _token_limit(text: str) -> int | str:
+    """A number of tokens, or the word none: None itself would mean that nothing was given."""
+    if text.lower() == "none":
+        return "none"
+    try:
+        return int(text)
+    except ValueError:
+        raise click.BadParameter(f"{text!r} is neither a number of tokens nor none") from None
+
+
+_GIVEN = ("max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop_token_ids", "ignore_eos")
+_RANDOM = ("top_p", "top_k", "min_p", "seed")
+
+
+@click.command("generate")
+@model_argument
+@click.option("--prompt", "prompts", multiple=True, metavar="TEXT", help="A prompt; may be repeated.")
+@click.option(
+    "--prompt-file",
+    "files",
+    multiple=True,
+    metavar="FILE",
+    help="Prompts from a file, one a line: text, or JSON objects (all lines of a .jsonl file); - is standard input.",
+)
+@click.option(
+    "--max-tokens",
+    type=_token_limit,
+    default=str(MAX_TOKENS),
+    show_default=True,
+    metavar="N",
+    help="Tokens of an answer, at most; none: as many as model and cache allow.",
+)
+@click.option("--min-tokens", type=int, metavar="N", help="Tokens before an end token may come.")
+@click.option(
+    "--temperature",
+    type=float,
+    default=0.0,
+    metavar="T",
+    help="How freely tokens are drawn. Default 0: always the most probable one, so that an answer can be repeated.",
+)
+@click.option("--top-p", type=float, metavar="P", help="Draw from the most probable tokens that make up P.")
+@click.option("--top-k", type=int, metavar="K", help="Draw from the K most probable tokens.")
+@click.option("--min-p", type=float, metavar="P", help="Drop tokens less probable than P times the best one.")
+@click.option("--seed", type=int, metavar="N", help="Seed of the draws; else --engine-seed decides.")
+@click.option("--stop-token-id", "stop_token_ids", type=int, multiple=True, metavar="ID", help="An end id more.")
+@click.option("--ignore-eos", is_flag=True, help="Go on after the model's end token.")
+@click.option("--chat", is_flag=True, help="Put each prompt as a user's message into the model's chat template.")
+@click.option("--system", metavar="TEXT", help="With --chat: the system message.")
+@click.option("--stream", is_flag=True, help="Print pieces as they come.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object a prompt; with --stream one a piece.")
+@engine_options
+def generate(
+    model: str, prompts: tuple[str, ...], files: tuple[str, ...], settings: dict[str, Any], **options: Any
+) -> None:
+    """Answer one or more prompts with MODEL: a folder, a .gguf file, a hub id, or demo.
+
+    Several prompts are computed together. Answers come in the order of the prompts, on standard output.
+
+    A line of JSON has "prompt" or "prompt_token_ids", and may have "id", "cache_salt" and sampling settings of its own
+    ("max_tokens", "temperature", "seed", ...). Blank lines do not count. Without --prompt and --prompt-file, prompts
+    are read from standard input.
+
+    \b
+    pagedkv generate demo --chat --prompt "What is the capital of France?"
+    pagedkv generate demo --prompt "Once upon a time" --temperature 0.8 --seed 1 --stream
+    pagedkv generate demo --prompt-file prompts.jsonl --json > answers.jsonl
+    """
+    sampling = _sampling(options)
+    if options["system"] is not None and not options["chat"]:
+        raise click.UsageError("--system needs --chat: only a chat template has a place for it")
+    jobs = read_jobs(prompts, files or _stdin(prompts), sampling)
+    if not jobs:
+        raise click.UsageError("there is no prompt: standard input or the file has blank lines only")
+    _run(model, jobs, settings, options)
+
+
+def _sampling(options: Mapping[str, Any]) -> dict[str, Any]:
+    """What was given, under the names of `SamplingParams`."""
+    given = {name: options[name] for name in _GIVEN if options[name] not in (None, ())}
+    if given["max_tokens"] == "none":
+        given["max_tokens"] = None
+    idle = [f"--{name.replace('_', '-')}" for name in _RANDOM if name in given]
+    if idle and given["temperature"] == 0:
+        _log.warning("%s: no effect at --temperature 0, which always takes the most probable token", ", ".join(idle))
+    return given
+
+
+def _stdin(prompts: Sequence[str]) -> tuple[str, ...]:
+    if prompts:
+        return ()
+    if sys.stdin.isatty():
+        raise click.UsageError('there is no prompt; for example: pagedkv generate demo --prompt "Once upon a time"')
+    return (STDIN,)
+
+
+def _run(model: str, jobs: Sequence[Job], settings: Mapping[str, Any], options: Mapping[str, Any]) -> None:
+    from pagedkv.config import EngineConfig
+    from pagedkv.llm import LLM
+
+    named = engine_settings(settings)
+    if "max_num_seqs" not in named:  # room for more sequences than there are would only cost memory
+        named["max_num_seqs"] = min(len(jobs), EngineConfig(model=model).max_num_seqs)
+    with LLM(model, **named) as llm:
+        ready = [_prepare(llm.engine, job, options["chat"], options["system"]) for job in jobs]
+        _answer(llm.engine, jobs, ready, stream=options["stream"], as_json=options["as_json"])
+
+
+def _prepare(engine: LLMEngine, job: Job, chat: bool, system: str | None) -> Prompt:
+    """Tokenize and check one prompt; an error says where it came from."""
+    with placed(job.where):
+        ids = _chat_ids(engine.tokenizer, job, system) if chat else job.ids
+        fields = {"prompt": job.text, "prompt_token_ids": ids, "cache_salt": job.salt}
+        return engine.prepare({name: value for name, value in fields.items() if value is not None}, job.params)
+
+
+def _chat_ids(tokenizer: Tokenizer | None, job: Job, system: str | None) -> list[int]:
+    if job.text is None or job.ids is not None:
+        raise RequestInvalid("--chat needs text, not token ids; leave --chat or the ids out", field="prompt_token_ids")
+    if tokenizer is None:
+        raise RequestInvalid("--chat needs a tokenizer", field="prompt")
+    messages = [{"role": "system", "content": system}] if system is not None else []
+    text = tokenizer.apply_chat_template([*messages, {"role": "user", "content": job.text}])
+    return tokenizer.encode(text, add_special_tokens=False)  # the template has written them already
+
+
+# -- answers -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """What is new of one answer; without --stream that is all of it. `output` comes with the last piece."""
+
+    number: int
+    text: str
+    ids: list[int]
+    output: RequestOutput | None
+
+
+def _answer(engine: LLMEngine, jobs: Sequence[Job], ready: Sequence[Prompt], *, stream: bool, as_json: bool) -> None:
+    # A bar and results on one terminal would disturb each other: first the bar, or only the stream.
+    together, began = sys.stdout.isatty(), time.monotonic()
+    pieces = _pieces(engine, jobs, ready, stream=stream, bar=not (stream and together))
+    if together and not stream:
+        pieces = iter(list(pieces))
+    if not (stream and as_json):
+        pieces = in_order(pieces, len(jobs))
+    printer = JsonPrinter(jobs, stream) if as_json else TextPrinter(jobs)
+    outputs = []
+    for piece in pieces:
+        printer.show(piece)
+        if piece.output is not None:
+            outputs.append(piece.output)
+    _summarize(outputs, time.monotonic() - began)
+
+
+def _pieces(
+    engine: LLMEngine, jobs: Sequence[Job], ready: Sequence[Prompt], *, stream: bool, bar: bool
+) -> Iterator[Piece]:
+    """Run everything; pieces in the order in which they come about."""
+    from pagedkv.progress import GenerationBar
+
+    numbers = {
+        engine.add_request(prompt, job.params, request_id=str(job.id), stream=stream): number
+        for number, (job, prompt) in enumerate(zip(jobs, ready, strict=True))
+    }
+    seen = dict.fromkeys(numbers, 0)
+    with GenerationBar(jobs, enabled=bar) as shown:
+        while engine.has_unfinished_requests():
+            for key, output in engine.step():
+                shown.update(output)
+                answer = output.outputs[0]
+                new, seen[key] = answer.token_ids[seen[key] :], len(answer.token_ids)
+                done = output if output.finished else None
+                yield Piece(number=numbers[key], text=answer.new_text, ids=new, output=done)
+
+
+def in_order(pieces: Iterator[Piece], count: int) -> Iterator[Piece]:
+    """The same pieces, one prompt after the other; what comes too early waits for its turn."""
+    held: list[deque[Piece]] = [deque() for _ in range(count)]
+    turn = 0
+    for piece in pieces:
+        held[piece.number].append(piece)
+        while turn < count and held[turn]:
+            first = held[turn].popleft()
+            yield first
+            turn += first.output is not None
+
+
+class TextPrinter:
+    """Answers as text, under headings if there are several. Takes pieces in the order of the prompts."""
+
+    def __init__(self, jobs: Sequence[Job]) -> None:
+        self._jobs = jobs
+        self._current = -1
+
+    def show(self, piece: Piece) -> None:
+        """Print one piece, and the line's end after the last."""
+        if piece.number != self._current and len(self._jobs) > 1:
+            click.echo(("\n" if self._current >= 0 else "") + self._heading(piece.number))
+        self._current = piece.number
+        click.echo(piece.text, nl=piece.output is not None)
+
+    def _heading(self, number: int) -> str:
+        text = self._jobs[number].text
+        first = "token ids" if text is None else " ".join(text.split())
+        return f"==> {number + 1} of {len(self._jobs)}: {first[:_HEAD]}{'...' if len(first) > _HEAD else ''} <=="
+
+
+class JsonPrinter:
+    """One JSON object a line: an answer, or with --stream a piece of one, the rest in its last piece."""
+
+    def __init__(self, jobs: Sequence[Job], stream: bool) -> None:
+        self._jobs = jobs
+        self._stream = stream
+
+    def show(self, piece: Piece) -> None:
+        """Print one piece as an object."""
+        job = self._jobs[piece.number]
+        record: dict[str, Any] = {"id": job.id}
+        if not self._stream:
+            record["prompt"] = job.text
+        record |= {"text": piece.text, "token_ids": piece.ids, "finish_reason": None}
+        if piece.output is not None:
+            record |= _ending(piece.output)
+        # Escapes where the stream could not take every character.
+        unicode = (getattr(sys.stdout, "encoding", None) or "").lower().startswith("utf")
+        click.echo(json.dumps(record, ensure_ascii=not unicode))
+
+
+def _ending(output: RequestOutput) -> dict[str, Any]:
+    """What is known of a finished answer; times in seconds since the request was queued."""
+    metrics, answer = output.metrics, output.outputs[0]
+    finished = metrics.finished_time
+    return {
+        "finish_reason": answer.finish_reason,
+        "stop_reason": answer.stop_reason,
+        "num_prompt_tokens": len(output.prompt_token_ids),
+        "num_cached_tokens": output.num_cached_tokens,
+        "timings": {
+            "time_in_queue": metrics.time_in_queue,
+            "time_to_first_token": metrics.time_to_first_token,
+            "total_time": None if finished is None else finished - metrics.arrival_time,
+        },
+    }
+
+
+def _summarize(outputs: Sequence[RequestOutput], seconds: float) -> None:
+    """A line for the log; raises `Failure` if an answer ended with an error."""
+    tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
+    first = [t for output in outputs if (t := output.metrics.time_to_first_token) is not None]
+    reasons = [output.outputs[0].finish_reason for output in outputs]
+    _log.info(
+        "%s, %d tokens in %.2f s: %.1f tokens/s, first token after %.3f s%s%s",
+        "1 prompt" if len(outputs) == 1 else f"{len(outputs)} prompts",
+        tokens,
+        seconds,
+        tokens / seconds if seconds > 0 else 0.0,
+        statistics.median(first) if first else 0.0,
+        " (median)" if len(first) > 1 else "",
+        f"; cut off at the limit of tokens: {reasons.count('length')}" if "length" in reasons else "",
+    )
+    if "error" in reasons:
+        raise Failure(f"{reasons.count('error')} of {len(outputs)} prompts ended with an error, see the log above")

@@ -1,0 +1,78 @@
+"""The options that shape an engine, the same for every command that makes one."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import click
+
+from pagedkv.plugins import parse_options, select
+
+_COUNT: Mapping[str, Any] = {"type": int, "metavar": "N"}
+
+OPTIONS: Mapping[str, Mapping[str, Any]] = {
+    "--backend": {
+        "help": "Backend to use; else PAGEDKV_BACKEND, else the best one that is there.",
+        "metavar": "NAME",
+    },
+    "--device": {"help": "Index of the backend's device; else its best one.", **_COUNT},
+    "--backend-option": {
+        "help": "An option of the backend; may be repeated.",
+        "metavar": "NAME=VALUE",
+        "multiple": True,
+    },
+    "--dtype": {"help": "Dtype of the model: auto, float32, bfloat16 or float16.", "metavar": "DTYPE"},
+    "--kv-cache-dtype": {"help": "Dtype of the cache; auto takes the model's.", "metavar": "DTYPE"},
+    "--block-size": {"help": "Tokens in a block of the cache.", **_COUNT},
+    "--max-model-len": {"help": "Longest sequence, prompt and output together.", **_COUNT},
+    "--max-num-seqs": {"help": "Sequences that run at the same time, at most.", **_COUNT},
+    "--max-num-batched-tokens": {"help": "Tokens computed in one step, at most.", **_COUNT},
+    "--enable-chunked-prefill/--no-enable-chunked-prefill": {"help": "Compute long prompts in several steps."},
+    "--enable-prefix-caching/--no-enable-prefix-caching": {"help": "Compute once what prompts begin with alike."},
+    "--gpu-memory-utilization": {
+        "help": "Share of the device's memory, whatever the device, that weights, workspace and cache may fill.",
+        "type": float,
+        "metavar": "SHARE",
+    },
+    "--kv-cache-memory": {"help": 'Memory of the cache, such as "4GiB"; a plain number is bytes.', "metavar": "SIZE"},
+    "--num-blocks": {"help": "Blocks of the cache, instead of its memory.", **_COUNT},
+    "--batch-invariant/--no-batch-invariant": {"help": "The same tokens whatever else is in the batch."},
+    "--tokenizer": {"help": "Take the tokenizer from another folder, file or hub id.", "metavar": "MODEL"},
+    "--load-format": {"help": "auto, safetensors, gguf, or dummy for random weights.", "metavar": "FORMAT"},
+    "--revision": {"help": "Branch, tag or commit of a hub id.", "metavar": "NAME"},
+    "--engine-seed": {"help": "Seed of the requests that bring none.", **_COUNT},
+}
+"""Flag -> its settings, in the order of the help text. What is not given is left to the engine's own defaults."""
+
+NAMES = tuple(flag.partition("/")[0].removeprefix("--").replace("-", "_") for flag in OPTIONS)
+
+
+def engine_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Give a command the engine's options; those that were given arrive as the keyword `settings`, a dict."""
+
+    @functools.wraps(command)
+    def with_settings(*args: Any, **kwargs: Any) -> Any:
+        given = {name: kwargs.pop(name) for name in NAMES}
+        return command(*args, settings={name: v for name, v in given.items() if v not in (None, ())}, **kwargs)
+
+    for flag, settings in reversed(list(OPTIONS.items())):
+        with_settings = click.option(flag, **{"default": None, **settings})(with_settings)
+    return with_settings
+
+
+def engine_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings under the names of `EngineConfig`, options of the backend converted to their types.
+
+    Which options there are, only the backend knows: with --backend-option it is chosen here, once, and then kept.
+    """
+    named = dict(settings)
+    texts = named.pop("backend_option", ())
+    if "engine_seed" in named:
+        named["seed"] = named.pop("engine_seed")
+    if texts:
+        selected = select(named.get("backend"), device=named.get("device"))
+        named |= {"backend": selected.name, "device": selected.device.index}
+        named["backend_options"] = parse_options(selected.descriptor, texts)
+    return named
