@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from pagedkv.api.errors import InternalError
 from pagedkv.core.prefix_index import PrefixIndex
@@ -54,19 +54,24 @@ class BlockPool:
         return self._refs[block]
 
     def allocate(self, count: int, owner: str) -> list[int]:
-        """Take `count` blocks with one reference each, evicting the least recently used cached ones if it must."""
-        if count > self.available:
-            raise InternalError(f"{owner}: {count} blocks asked for, {self.available} available; please report this")
-        return [self._take(owner) for _ in range(count)]
+        """Take `count` blocks for one owner; see `allocate_each`."""
+        return self.allocate_each([owner] * count)
 
-    def _take(self, owner: str) -> int:
-        if self._free:
-            block = self._free.pop()
-        else:
-            block, _ = self._cached.popitem(last=False)
-            self._index.forget(block)
-        self._refs[block] = 1
-        self._owner[block] = owner
+    def allocate_each(self, owners: Sequence[str]) -> list[int]:
+        """Take a block with one reference for each owner, evicting least recently used cached ones if it must."""
+        if len(owners) > self.available:
+            raise InternalError(f"{len(owners)} blocks asked for, {self.available} available; please report this")
+        blocks = []
+        for owner in owners:
+            block = self._free.pop() if self._free else self._evict()
+            self._refs[block] = 1
+            self._owner[block] = owner
+            blocks.append(block)
+        return blocks
+
+    def _evict(self) -> int:
+        block, _ = self._cached.popitem(last=False)
+        self._index.forget(block)
         return block
 
     def acquire(self, blocks: Iterable[int], owner: str) -> None:
@@ -98,9 +103,7 @@ class BlockPool:
         """Make every unreferenced block free, so that no prompt hits it any more; returns how many there were."""
         count = len(self._cached)
         while self._cached:
-            block, _ = self._cached.popitem(last=False)
-            self._index.forget(block)
-            self._free.append(block)
+            self._free.append(self._evict())
         return count
 
     def leaks(self) -> dict[str, list[int]]:

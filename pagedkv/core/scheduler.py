@@ -21,13 +21,17 @@ from itertools import islice
 from operator import attrgetter
 
 import numpy as np
+import numpy.typing as npt
 
 from pagedkv.api.errors import InternalError, RequestInvalid, RequestTooLong
-from pagedkv.api.records import Batch, Int32, Int64
+from pagedkv.api.records import Int32, Int64
 from pagedkv.core.block_pool import BlockPool
 from pagedkv.core.prefix_index import PrefixIndex
 from pagedkv.core.request import Reason, Request, State
 from pagedkv.core.rows import Rows
+from pagedkv.core.step import Changes, Step, compose
+
+Mask = npt.NDArray[np.bool_]
 
 _ORDER = attrgetter("order")
 _SCAN = 32  # waiting requests looked at in one step
@@ -48,38 +52,6 @@ class SchedulerConfig:
     watermark: float = 0.01
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Step:
-    """One step's work. `copies` [N, 2] are (source, destination) blocks to copy before anything is computed.
-
-    `batch` rows stand decoding ones first. `sample` [n] are the batch rows whose last token ends what is known, so that
-    their logits yield the next id; `output_index` [n] counts the output tokens each already has.
-    """
-
-    batch: Batch
-    input_ids: Int32
-    positions: Int32
-    queries: Int32
-    sample: Int32
-    output_index: Int64
-    copies: Int32
-    serials: Int32
-    admitted: tuple[Request, ...]
-    preempted: tuple[Request, ...]
-
-    @property
-    def sample_rows(self) -> Int32:
-        """The table rows of `sample`."""
-        rows: Int32 = self.batch.rows[self.sample]
-        return rows
-
-    @property
-    def logits_at(self) -> Int32:
-        """Which of the batch's tokens `sample` needs logits of."""
-        at: Int32 = self.batch.cu_q[self.sample + 1] - 1
-        return at
-
-
 class Scheduler:
     """The core's state and its transitions: `add`, `schedule`, `update`, `abort`, `fork`."""
 
@@ -93,7 +65,7 @@ class Scheduler:
         self.num_preemptions = 0
         self._by_row: list[Request | None] = [None] * (config.max_num_seqs + 1)
         self._forked: set[int] = set()
-        self._order: Int32 | None = None
+        self._order: Int64 | None = None
         self._next_id = 0
 
     # -- what comes in and goes out ------------------------------------------------------------------------------------
@@ -202,44 +174,44 @@ class Scheduler:
 
     def schedule(self) -> Step | None:
         """Choose the next step's work, or None when there is none."""
-        copies: list[tuple[int, int]] = []
-        preempted = self._grow(copies)
+        changes = Changes(copies=[], admitted=[], preempted=[])
+        self._grow(changes)
         rows = self._running_rows()
-        queries, left = budget(self.rows.length[rows] - self.rows.computed[rows], self.config)
-        admitted = self._admit(left) if not preempted else []
-        if admitted:
-            rows = np.concatenate([rows, np.array([request.row for request, _ in admitted], np.int32)])
-            queries = np.concatenate([queries, np.array([count for _, count in admitted], np.int32)])
+        need = self.rows.length.take(rows) - self.rows.computed.take(rows)
+        if len(rows) and (need == 1).all() and not (self.waiting and self.rows.num_free):
+            return compose(self.rows, rows, None, changes)
+        queries, left = budget(need, self.config)
+        if not changes.preempted:
+            rows, queries = self._admit(left, rows, queries, changes)
         active = queries > 0
         if not active.any():
-            self._check_nothing_left(preempted)
+            self._check_nothing_left(changes.preempted)
             return None
-        return self._step(rows[active], queries[active], copies, [request for request, _ in admitted], preempted)
+        return compose(self.rows, rows[active], queries[active], changes)
 
     def _check_nothing_left(self, preempted: list[Request]) -> None:
         if self.running or (self.waiting and not preempted):
             names = [request.label for request in (self.running or self.waiting)[:4]]
             raise InternalError(f"nothing can be scheduled, but {names} wait; please report this")
 
-    def _running_rows(self) -> Int32:
+    def _running_rows(self) -> Int64:
         if self._order is None:
-            self._order = np.array([request.row for request in self.running], np.int32)
+            self._order = np.array([request.row for request in self.running], np.int64)
         return self._order
 
-    def _grow(self, copies: list[tuple[int, int]]) -> list[Request]:
+    def _grow(self, changes: Changes) -> None:
         """Give every row the block its next token goes to, preempting the last in order while there are too few."""
-        preempted: list[Request] = []
         while True:
             rows = self._running_rows()
-            growing = rows[self.rows.length[rows] > self.rows.blocks[rows] * self.config.block_size]
+            growing = rows[self.rows.length.take(rows) > self.rows.room.take(rows)]
             shared = [row for row in self._forked if self._writes_shared(row)] if self._forked else []
             if len(growing) + len(shared) <= self.pool.available:
                 break
-            preempted.append(self._preempt(victim(self.running)))
-        for row in growing.tolist():
-            self.rows.append_block(row, self.pool.allocate(1, self._holder(row).label)[0])
-        copies.extend(self._unshare(row) for row in shared if self._writes_shared(row))
-        return preempted
+            changes.preempted.append(self._preempt(victim(self.running)))
+        if len(growing):
+            owners = [self._holder(row).label for row in growing.tolist()]
+            self.rows.append_blocks(growing, self.pool.allocate_each(owners))
+        changes.copies.extend(self._unshare(row) for row in shared if self._writes_shared(row))
 
     def _writes_shared(self, row: int) -> bool:
         at = int(self.rows.computed[row]) // self.config.block_size
@@ -248,7 +220,7 @@ class Scheduler:
     def _unshare(self, row: int) -> tuple[int, int]:
         at = int(self.rows.computed[row]) // self.config.block_size
         old = int(self.rows.table[row, at])
-        new = self.pool.allocate(1, self._holder(row).label)[0]
+        (new,) = self.pool.allocate(1, self._holder(row).label)
         self.rows.table[row, at] = new
         self.pool.release([old])
         self._forked.discard(row)
@@ -273,9 +245,9 @@ class Scheduler:
         for request in reversed(self.running.copy()):
             self._preempt(request)
 
-    def _admit(self, left: int) -> list[tuple[Request, int]]:
-        """Start waiting requests while rows, blocks and budget last; each comes with its first chunk's length."""
-        admitted: list[tuple[Request, int]] = []
+    def _admit(self, left: int, rows: Int64, queries: Int32, changes: Changes) -> tuple[Int64, Int32]:
+        """Start waiting requests while rows, blocks and budget last; returns all rows and their shares."""
+        chunks: list[int] = []
         passed: list[Request] = []
         for request in list(islice(self.waiting, _SCAN)):
             if not self.rows.num_free or left == 0:
@@ -283,14 +255,16 @@ class Scheduler:
             chunk = self._start(request, left)
             if chunk:
                 left -= chunk
-                admitted.append((request, chunk))
+                chunks.append(chunk)
+                changes.admitted.append(request)
                 for other in passed:
                     other.overtaken += 1
             else:
                 passed.append(request)
             if any(other.overtaken >= self.config.max_overtakes for other in passed):
                 break
-        return admitted
+        started = np.array([request.row for request in changes.admitted], np.int64)
+        return np.concatenate([rows, started]), np.concatenate([queries, np.array(chunks, np.int32)])
 
     def _start(self, request: Request, left: int) -> int:
         """Give `request` a row and blocks for all it knows, and return its first chunk's length; 0: it does not fit."""
@@ -335,55 +309,18 @@ class Scheduler:
         insort(self.running, request, key=_ORDER)
         self._order = None
 
-    def _step(
-        self,
-        rows: Int32,
-        queries: Int32,
-        copies: list[tuple[int, int]],
-        admitted: list[Request],
-        preempted: list[Request],
-    ) -> Step:
-        decode_first = np.argsort(queries != 1, kind="stable")
-        rows, queries = rows[decode_first], queries[decode_first]
-        state, size = self.rows, self.config.block_size
-        ctx_len = state.computed[rows] + queries
-        cu_q = np.zeros(len(rows) + 1, np.int32)
-        np.cumsum(queries, out=cu_q[1:])
-        of_token, positions = spread(rows, queries, cu_q, ctx_len)
-        slots = state.table[of_token, positions // size].astype(np.int64) * size + positions % size
-        sample = np.flatnonzero(ctx_len == state.length[rows]).astype(np.int32)
-        sampled = rows[sample]
-        return Step(
-            batch=Batch(
-                num_seqs=len(rows),
-                num_tokens=int(cu_q[-1]),
-                cu_q=cu_q,
-                ctx_len=ctx_len,
-                block_table=state.table,
-                rows=rows,
-                slots=slots,
-                max_q=int(queries.max()),
-                max_ctx=int(ctx_len.max()),
-                num_decode=int(np.count_nonzero(queries == 1)),
-            ),
-            input_ids=state.tokens[of_token, positions],
-            positions=positions,
-            queries=queries,
-            sample=sample,
-            output_index=(state.length[sampled] - state.prompt_len[sampled]).astype(np.int64),
-            copies=np.array(copies, np.int32).reshape(-1, 2),
-            serials=state.serial[rows],
-            admitted=tuple(admitted),
-            preempted=tuple(preempted),
-        )
-
     def holders(self, step: Step) -> list[Request | None]:
         """Whose logits `step.sample` gives; None where the row has changed hands since."""
-        current = self.rows.serial[step.batch.rows] == step.serials
+        current = self._current(step)[step.sample]
         return [
             self._by_row[row] if mine else None
-            for row, mine in zip(step.sample_rows.tolist(), current[step.sample].tolist(), strict=True)
+            for row, mine in zip(step.sample_rows.tolist(), current.tolist(), strict=True)
         ]
+
+    def _current(self, step: Step) -> Mask:
+        """Which of the step's rows still belong to whom they belonged to when it was scheduled."""
+        current: Mask = self.rows.serial.take(step.index) == step.serials
+        return current
 
     # -- update --------------------------------------------------------------------------------------------------------
 
@@ -392,43 +329,55 @@ class Scheduler:
 
         Returns the requests that finished. Rows that changed hands since `schedule` are left alone.
         """
-        state, rows = self.rows, step.batch.rows
-        current = state.serial[rows] == step.serials
-        mine = rows[current]
-        state.computed[mine] += step.queries[current]
+        rows, ctx_len, sampling = step.index, step.batch.ctx_len, step.sample_rows
+        ids = np.asarray(sampled, np.int32)
+        current = self._current(step)
+        if not current.all():
+            alive = current[step.sample]
+            rows, ctx_len, sampling, ids = rows[current], ctx_len[current], sampling[alive], ids[alive]
+        self.rows.computed[rows] = ctx_len
         if self.config.prefix_caching:
-            self._publish(mine)
-        alive = current[step.sample]
-        return self._append(step.sample_rows[alive], np.asarray(sampled, np.int32)[alive])
-
-    def _publish(self, rows: Int32) -> None:
-        """Make the blocks that became full and written findable."""
-        full = self.rows.computed[rows] // self.config.block_size
-        grown = full > self.rows.published[rows]
-        for row, upto in zip(rows[grown].tolist(), full[grown].tolist(), strict=True):
-            request = self._holder(row)
-            self._hash(request, self.rows.tokens[row], upto)
-            for at in range(int(self.rows.published[row]), upto):
-                self.index.insert(request.hashes[at], int(self.rows.table[row, at]))
-            self.rows.published[row] = upto
-
-    def _append(self, rows: Int32, ids: Int32) -> list[Request]:
-        state = self.rows
+            self._publish(rows, ctx_len)
         failed = ids < 0
-        good = ~failed
-        state.tokens[rows[good], state.length[rows[good]]] = ids[good]
-        state.length[rows[good]] += 1
-        stopped = (state.end_ids[rows] == ids[:, None]).any(1) & good
-        full = state.length[rows] >= state.limit[rows]
+        if failed.any():
+            finished = [self._fail(row) for row in sampling[failed].tolist()]
+            return finished + self._append(sampling[~failed], ids[~failed])
+        return self._append(sampling, ids)
+
+    def _publish(self, rows: Int64, ctx_len: Int32) -> None:
+        """Make the blocks that became full and written findable."""
+        full = ctx_len // self.config.block_size
+        grown = (full > self.rows.published.take(rows)).nonzero()[0]
+        if not len(grown):
+            return
+        rows, full = rows[grown], full[grown]
+        first = self.rows.published.take(rows)
+        last = self.rows.blocks_at(rows, full - 1).tolist()
+        for row, start, stop, block in zip(rows.tolist(), first.tolist(), full.tolist(), last, strict=True):
+            request = self._holder(row)
+            self._hash(request, self.rows.tokens[row], stop)
+            if stop - start > 1:
+                for at, earlier in enumerate(self.rows.table[row, start : stop - 1].tolist(), start):
+                    self.index.insert(request.hashes[at], earlier)
+            self.index.insert(request.hashes[stop - 1], block)
+        self.rows.published[rows] = full
+
+    def _append(self, rows: Int64, ids: Int32) -> list[Request]:
+        length = self.rows.append_tokens(rows, ids)
+        stopped = self.rows.ends(rows, ids)
+        full = length >= self.rows.limit.take(rows)
         finished = []
-        for at in np.flatnonzero(failed | stopped | full).tolist():
+        for at in (stopped | full).nonzero()[0].tolist():
             request = self._holder(int(rows[at]))
-            if failed[at]:
-                self._unpublish(request)
-            reason = Reason.ERROR if failed[at] else Reason.STOP if stopped[at] else Reason.LENGTH
-            self._finish(request, reason)
+            self._finish(request, Reason.STOP if stopped[at] else Reason.LENGTH)
             finished.append(request)
         return finished
+
+    def _fail(self, row: int) -> Request:
+        request = self._holder(row)
+        self._unpublish(request)
+        self._finish(request, Reason.ERROR)
+        return request
 
     def _unpublish(self, request: Request) -> None:
         """What gave no usable logits may be stored as such: nobody else is to find it."""
@@ -490,13 +439,6 @@ def victim(running: Sequence[Request]) -> Request:
     if len(running) < 2:
         raise InternalError("the only running request does not fit, although capacity was checked; please report this")
     return running[-1]
-
-
-def spread(rows: Int32, queries: Int32, cu_q: Int32, ctx_len: Int32) -> tuple[Int32, Int32]:
-    """For each token of the batch: its table row, and its position in the sequence."""
-    first = ctx_len - queries - cu_q[:-1]
-    positions = np.arange(cu_q[-1], dtype=np.int32) + np.repeat(first, queries)
-    return np.repeat(rows, queries), positions.astype(np.int32)
 
 
 def _too_long(prompt_len: int, max_tokens: int | None, config: SchedulerConfig, pool: BlockPool) -> str:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pagedkv.api.errors import EngineDead, RequestInvalid
 from pagedkv.api.records import Int32
 from pagedkv.core.request import Reason, Request, State
-from pagedkv.core.scheduler import Step
+from pagedkv.core.step import Step
 from pagedkv.engine.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from pagedkv.engine.prompts import Prompt, PromptType, read_prompt
 from pagedkv.engine.setup import Parts

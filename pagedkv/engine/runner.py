@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from pagedkv.api import AttentionBackend, Pool
-from pagedkv.core.scheduler import Step
+from pagedkv.core.step import Step
 from pagedkv.models.native import NativeDecoder
 
 _CLEAR = 4096  # blocks cleared in one call

@@ -7,6 +7,7 @@ could reach is either exact (sums of whole numbers, sorted values) or elementwis
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +20,7 @@ from pagedkv.sampling.truncation import Cut, draw_cut
 from pagedkv.sampling.weights import Ids, Weights
 
 Int32 = npt.NDArray[np.int32]
+Rows = npt.NDArray[np.integer[Any]]
 Int64 = npt.NDArray[np.int64]
 Top = npt.NDArray[np.float32]
 
@@ -60,7 +62,7 @@ class Sampler:
         inside = {i for i in (*end_ids, *params.stop_token_ids) if 0 <= i < self.vocab_size}
         self._end_ids[row] = np.array(sorted(inside), np.int64)
 
-    def __call__(self, logits: torch.Tensor, rows: Int32, index: Int64) -> Int32:
+    def __call__(self, logits: torch.Tensor, rows: Rows, index: Int64) -> Int32:
         """Draw: logits [n, V] float32 on any device, rows [n], index [n] (tokens the row already has) -> ids [n].
 
         -1 stands for a row whose logits hold a NaN or are all minus infinity. Plus infinity means certainty, shared
@@ -79,7 +81,7 @@ class Sampler:
             self._draw(best, logits, top, random, rows, index)
         return best.astype(np.int32)
 
-    def _mask_ends(self, logits: torch.Tensor, rows: Int32, index: Int64) -> torch.Tensor:
+    def _mask_ends(self, logits: torch.Tensor, rows: Rows, index: Int64) -> torch.Tensor:
         early = np.flatnonzero(index < self._min_tokens[rows])
         if not early.size:
             return logits
@@ -90,7 +92,7 @@ class Sampler:
         masked[place[0], place[1]] = -torch.inf
         return masked
 
-    def _draw(self, out: Ids, logits: torch.Tensor, top: Top, random: Ids, rows: Int32, index: Int64) -> None:
+    def _draw(self, out: Ids, logits: torch.Tensor, top: Top, random: Ids, rows: Rows, index: Int64) -> None:
         """Fill `out` at the positions `random`."""
         certain = random[top[random] == np.inf]
         if certain.size:
@@ -104,7 +106,7 @@ class Sampler:
         if cut.any():
             out[random[cut]] = draw_cut(logits, random[cut], self._cut(weights, top, random[cut], rows), numbers[cut])
 
-    def _cut(self, weights: Weights, top: Top, chosen: Ids, rows: Int32) -> list[Cut]:
+    def _cut(self, weights: Weights, top: Top, chosen: Ids, rows: Rows) -> list[Cut]:
         own = rows[chosen]
         mass = np.full(len(own), np.nan)
         alone = (self._top_k[own] == self.vocab_size) & (self._min_p[own] == 0)  # top-p of the whole vocabulary

@@ -7,7 +7,8 @@ import pytest
 
 from pagedkv.api.errors import InternalError, RequestInvalid, RequestTooLong
 from pagedkv.core.request import Reason, State, pack
-from pagedkv.core.scheduler import SchedulerConfig, budget, spread, victim
+from pagedkv.core.scheduler import SchedulerConfig, budget, victim
+from pagedkv.core.step import spread
 from tests.helpers.core_rig import Rig, solo
 
 

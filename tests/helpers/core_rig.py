@@ -12,7 +12,8 @@ import hashlib
 import numpy as np
 
 from pagedkv.core.request import Request, State, pack
-from pagedkv.core.scheduler import Scheduler, SchedulerConfig, Step
+from pagedkv.core.scheduler import Scheduler, SchedulerConfig
+from pagedkv.core.step import Step
 
 VOCAB = 5
 Prefix = tuple[bytes, tuple[int, ...]]
