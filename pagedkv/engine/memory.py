@@ -64,7 +64,11 @@ class MemoryPlan:
             ("memory", f"{show_bytes(memory.total)}, {show_bytes(_available(memory))} available{shared}"),
             ("weights", show_bytes(self.weights)),
             ("workspace", show_bytes(self.workspace)),
-            ("cache", f"{show_bytes(self.cache)} = {self.num_blocks} blocks of {show_bytes(self.cost.per_block)}"),
+            (
+                "cache",
+                f"{show_bytes(self.cache)} = {self.num_blocks} blocks of {show_bytes(self.cost.per_block)}"
+                f" + {show_bytes(self.cost.fixed)} of the backend's own",
+            ),
             ("together", f"{show_bytes(self.total)}, cache sized by {self.rule}"),
         ]
         return "\n".join(f"  {name:<10} {text}" for name, text in rows)
