@@ -68,7 +68,8 @@ def attend(layer: Layer, works: list[Work], planner: Planner, q: torch.Tensor, o
 def _store(result: torch.Tensor, part: Pass, out: torch.Tensor) -> None:
     """Bring tile rows [rows, v_width] into the order of out [T * heads, v_dim]."""
     if isinstance(part.out_rows, slice):
-        target = out[part.out_rows]
+        whole = part.out_rows == slice(0, len(out))  # a view less per layer
+        target = out if whole else out[part.out_rows]
         if target.dtype == result.dtype and target.shape[1] == result.shape[1]:
             torch.index_select(result, 0, part.result_rows, out=target)
         else:

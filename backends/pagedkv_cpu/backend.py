@@ -112,7 +112,8 @@ class CpuBackend(AttentionBackend):
             raise ContractViolation("a pool has at least block 0, and limits are not negative", law="pool spec")
         if "batch_invariant" in spec.features:
             self._refuse(self._unsteady_dims(spec))
-        pool = CpuPool(spec, self)
+        with torch.inference_mode(False):  # or its tensors could be written in that mode only
+            pool = CpuPool(spec)
         self._pools.add(pool)
         return pool
 

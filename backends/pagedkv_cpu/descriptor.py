@@ -16,6 +16,7 @@ from pagedkv.api import (
     Option,
     World,
 )
+from pagedkv.api.errors import ConfigError
 from pagedkv_cpu import host
 
 _NO_TORCH = "torch is not installed: pip install torch"
@@ -27,6 +28,7 @@ FEATURES = frozenset(
         "alibi",
         "non_causal",
         "kv_sharing",
+        "multi_token_decode",
         "mixed_batch",
         "prefix_hit",
         "nan_safe",
@@ -88,11 +90,14 @@ class CpuDescriptor(Descriptor):
     def create(self, device: int, options: Mapping[str, Any], world: World) -> AttentionBackend:
         if device != 0:
             raise BackendUnavailable(f"the CPU backend has one device, index 0, and was asked for {device}")
+        threads = int(options.get("threads", 0))
+        if threads < 0:
+            raise ConfigError(f"backend option threads={threads}: give 0 (all usable cores) or a positive number")
         if importlib.util.find_spec("torch") is None:
             raise BackendUnavailable(_NO_TORCH)
         from pagedkv_cpu.backend import CpuBackend
 
-        return CpuBackend(self.describe(self.probe()[0]), threads=int(options.get("threads", 0)))
+        return CpuBackend(self.describe(self.probe()[0]), threads=threads)
 
     def diagnose(self) -> Mapping[str, str]:
         memory, cores, flags = host.memory(), host.cores(), host.isa_flags()

@@ -11,7 +11,6 @@ share planes too: a region has as many planes as the group that needs most. No i
 
 from __future__ import annotations
 
-import weakref
 from collections import Counter
 from dataclasses import dataclass
 
@@ -99,9 +98,8 @@ class Layer:
 class CpuPool(Pool):
     """Blocks in host memory, as one allocation."""
 
-    def __init__(self, spec: PoolSpec, owner: object) -> None:
+    def __init__(self, spec: PoolSpec) -> None:
         self.spec = spec
-        self._owner = weakref.ref(owner)
         self._closed = False
         self._regions = regions(spec)
         self._storage = _allocate(pool_cost(spec), spec.num_blocks, ALIGN * (len(self._regions) + 1))

@@ -9,8 +9,10 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 from pagedkv.api import BackendUnavailable, World
+from pagedkv.api.errors import ConfigError
 from pagedkv_cpu import backend as backend_module
 from pagedkv_cpu import host
 from pagedkv_cpu.descriptor import CpuDescriptor
@@ -48,6 +50,18 @@ def test_without_torch_it_says_how_to_get_it(monkeypatch):
     assert (device.score, device.reason) == (0, "torch is not installed: pip install torch")
     with pytest.raises(BackendUnavailable, match="pip install torch"):
         CpuDescriptor().create(0, {}, World())
+
+
+def test_the_number_of_threads_is_obeyed_or_refused():
+    before = torch.get_num_threads()
+    try:
+        for asked, used in ((1, 1), (2, 2), (0, host.cores().usable)):
+            CpuDescriptor().create(0, {"threads": asked}, World())
+            assert torch.get_num_threads() == used
+    finally:
+        torch.set_num_threads(before)
+    with pytest.raises(ConfigError, match="threads=-1"):
+        CpuDescriptor().create(0, {"threads": -1}, World())
 
 
 def test_another_device_is_refused():

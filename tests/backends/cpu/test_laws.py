@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
 
-from pagedkv.api import Batch, ContractViolation, GroupSpec, Limits, OutOfDeviceMemory, UnsupportedError
+from pagedkv.api import Batch, ContractViolation, GroupSpec, Limits, OutOfDeviceMemory, UnsupportedError, needs
 from tests.backends.cpu.rig import Rig, backend, layer_spec, oracle, pool_spec
 
 
@@ -61,6 +63,29 @@ def test_rows_permuted_and_repeated_give_the_same_bits():
 
     straight, mixed = ask([0, 1, 2]), ask([2, 0, 2, 1, 0])
     assert torch.equal(mixed, straight[[2, 0, 2, 1, 0]])
+
+
+def test_decode_rows_may_have_several_tokens():
+    rig = Rig(pool_spec())
+    rows = [(rig.sequence(40), 40, 3), (rig.sequence(130), 130, 1), (rig.sequence(20), 20, 20)]
+    for seq, context, count in rows:
+        rig.write(seq, 0, context - count)
+    batch = dataclasses.replace(rig.batch(rows), num_decode=2, decode_q=3)
+    assert needs(batch) == ("multi_token_decode",) and set(needs(batch)) <= rig.backend.capabilities().features
+    q, k, v = rig.tensors(rows)
+    out = torch.empty(24, 4, 16)
+    rig.backend.attend(rig.backend.plan(rig.pool, 0, batch), 0, q, k, v, out)
+    assert error(out, np.concatenate([rig.expected(*row) for row in rows])) < 5e-6
+
+
+def test_a_pool_made_in_inference_mode_works_in_and_out_of_it():
+    with torch.inference_mode():
+        rig = Rig(pool_spec())
+        seq = rig.sequence(20)
+        inside = rig.step((seq, 20, 20))
+    seq = type(seq)(seq.keys.clone(), seq.values.clone(), seq.queries.clone(), seq.blocks)
+    outside = rig.step((seq, 20, 20))
+    assert torch.equal(inside, outside) and error(outside, rig.expected(seq, 20, 20)) < 5e-6
 
 
 def test_the_later_row_of_a_sequence_may_come_first():
