@@ -5,14 +5,20 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pagedkv.api.errors import ConfigError
 
 LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 
 
-class _Handler(logging.StreamHandler[Any]):
+if TYPE_CHECKING:
+    _StreamHandler = logging.StreamHandler[Any]
+else:
+    _StreamHandler = logging.StreamHandler  # Python 3.10 cannot subscript it
+
+
+class _Handler(_StreamHandler):
     """Writes to what standard error is at the time, so that redirecting it later (a progress bar does) works."""
 
     def __init__(self, logger: logging.Logger, formatter: logging.Formatter) -> None:
