@@ -188,8 +188,11 @@ def claim_options(config: EngineConfig, accepted: Mapping[str, str], backend: st
     for name, value in getattr(config.backend_options, "stray", {}).items():
         if name not in accepted:
             raise ConfigError(_unknown(name, accepted, backend))
-        _log.info("%s is an option of backend %s: backend_options={%r: ...}", name, backend, accepted[name])
-        options[accepted[name]] = value
+        option = accepted[name]
+        if any(accepted.get(given) == option for given in options):
+            raise ConfigError(f"option {option} of backend {backend} is given twice, also as {name}; give it once")
+        _log.info("%s is an option of backend %s: backend_options={%r: ...}", name, backend, option)
+        options[option] = value
     return options
 
 
