@@ -7,7 +7,7 @@
 
 The work is that of `pagedkv bench`: B requests at once, random prompts from a seed, greedy, a fixed number of tokens.
 transformers answers them with `generate`: a static batch, its default cache, the same weights (a GGUF file is
-dequantized by it). Every engine has a process of its own, which keeps its model loaded; only one of them computes at
+dequantized for it). Every engine has a process of its own, which keeps its model loaded; only one of them computes at
 a time. Each is warmed up at each size; then rounds go over sizes and engines in turn, so that a slow moment of the
 machine hits all alike. Medians and spread are printed, with the ratio to each peer in the same round, and written as
 JSON with the machine described. The greedy tokens are compared too: `equal` is the share that stands before the first

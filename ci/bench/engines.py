@@ -62,12 +62,9 @@ class Transformers:
 
     def __init__(self, model: str, dtype: str, threads: int, work: Work) -> None:
         import torch
-        from transformers import AutoModelForCausalLM
 
         torch.set_num_threads(threads)
-        where = _folder_and_file(model)
-        self._model = AutoModelForCausalLM.from_pretrained(**where, dtype=getattr(torch, dtype))
-        self._model.eval()
+        self._model = _load_peer(model, getattr(torch, dtype)).eval()
         self._model.generation_config.eos_token_id = None  # an end token is a token like any other, as with ignore_eos
         self._work = work
         self._threads = threads
@@ -110,16 +107,26 @@ class Transformers:
         }
 
 
-def _folder_and_file(model: str) -> dict[str, str]:
-    """What `from_pretrained` needs for a folder, or for a GGUF file, which it dequantizes."""
+def _load_peer(model: str, dtype: Any) -> Any:
+    """The model in transformers. A GGUF file is dequantized by pagedkv's reader, so that the weights are the same."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
     from pagedkv.models.checkpoint import open_checkpoint
 
     checkpoint = open_checkpoint(model)
-    checkpoint.close()
     path = Path(checkpoint.path)
     if checkpoint.format != "gguf":
-        return {"pretrained_model_name_or_path": str(path)}
-    return {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
+        checkpoint.close()
+        return AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
+    peer = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path.parent, gguf_file=path.name), dtype=dtype)
+    weights = {name: checkpoint.tensor(name, dtype) for name in checkpoint.names()}
+    checkpoint.close()
+    missing, unexpected = peer.load_state_dict(weights, strict=False)
+    tied = {"lm_head.weight"} if peer.config.tie_word_embeddings else set()
+    if unexpected or set(missing) - tied:
+        raise SystemExit(f"{path} does not fit transformers' model: missing {missing}, unexpected {unexpected}")
+    peer.tie_weights()
+    return peer
 
 
 def make(name: str, model: str, threads: int, largest: int, work: Work) -> Engine:

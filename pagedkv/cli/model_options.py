@@ -13,40 +13,38 @@ from pagedkv.plugins import parse_options, select
 _COUNT: Mapping[str, Any] = {"type": int, "metavar": "N"}
 
 OPTIONS: Mapping[str, Mapping[str, Any]] = {
-    "--backend": {
+    "backend": {
         "help": "Backend to use; else PAGEDKV_BACKEND, else the best one that is there.",
         "metavar": "NAME",
     },
-    "--device": {"help": "Index of the backend's device; else its best one.", **_COUNT},
-    "--backend-option": {
+    "device": {"help": "Index of the backend's device; else its best one.", **_COUNT},
+    "backend_option": {
         "help": "An option of the backend; may be repeated.",
         "metavar": "NAME=VALUE",
         "multiple": True,
     },
-    "--dtype": {"help": "Dtype of the model: auto, float32, bfloat16 or float16.", "metavar": "DTYPE"},
-    "--kv-cache-dtype": {"help": "Dtype of the cache; auto takes the model's.", "metavar": "DTYPE"},
-    "--block-size": {"help": "Tokens in a block of the cache.", **_COUNT},
-    "--max-model-len": {"help": "Longest sequence, prompt and output together.", **_COUNT},
-    "--max-num-seqs": {"help": "Sequences that run at the same time, at most.", **_COUNT},
-    "--max-num-batched-tokens": {"help": "Tokens computed in one step, at most.", **_COUNT},
-    "--enable-chunked-prefill/--no-enable-chunked-prefill": {"help": "Compute long prompts in several steps."},
-    "--enable-prefix-caching/--no-enable-prefix-caching": {"help": "Compute once what prompts begin with alike."},
-    "--gpu-memory-utilization": {
+    "dtype": {"help": "Dtype of the model: auto, float32, bfloat16 or float16.", "metavar": "DTYPE"},
+    "kv_cache_dtype": {"help": "Dtype of the cache; auto takes the model's.", "metavar": "DTYPE"},
+    "block_size": {"help": "Tokens in a block of the cache.", **_COUNT},
+    "max_model_len": {"help": "Longest sequence, prompt and output together.", **_COUNT},
+    "max_num_seqs": {"help": "Sequences that run at the same time, at most.", **_COUNT},
+    "max_num_batched_tokens": {"help": "Tokens computed in one step, at most.", **_COUNT},
+    "enable_chunked_prefill": {"help": "Compute long prompts in several steps.", "is_flag": True},
+    "enable_prefix_caching": {"help": "Compute once what prompts begin with alike.", "is_flag": True},
+    "gpu_memory_utilization": {
         "help": "Share of the device's memory, whatever the device, that weights, workspace and cache may fill.",
         "type": float,
         "metavar": "SHARE",
     },
-    "--kv-cache-memory": {"help": 'Memory of the cache, such as "4GiB"; a plain number is bytes.', "metavar": "SIZE"},
-    "--num-blocks": {"help": "Blocks of the cache, instead of its memory.", **_COUNT},
-    "--batch-invariant/--no-batch-invariant": {"help": "The same tokens whatever else is in the batch."},
-    "--tokenizer": {"help": "Take the tokenizer from another folder, file or hub id.", "metavar": "MODEL"},
-    "--load-format": {"help": "auto, safetensors, gguf, or dummy for random weights.", "metavar": "FORMAT"},
-    "--revision": {"help": "Branch, tag or commit of a hub id.", "metavar": "NAME"},
-    "--engine-seed": {"help": "Seed of the requests that bring none.", **_COUNT},
+    "kv_cache_memory": {"help": 'Memory of the cache, such as "4GiB"; a plain number is bytes.', "metavar": "SIZE"},
+    "num_blocks": {"help": "Blocks of the cache, instead of its memory.", **_COUNT},
+    "batch_invariant": {"help": "The same tokens whatever else is in the batch.", "is_flag": True},
+    "tokenizer": {"help": "Take the tokenizer from another folder, file or hub id.", "metavar": "MODEL"},
+    "load_format": {"help": "auto, safetensors, gguf, or dummy for random weights.", "metavar": "FORMAT"},
+    "revision": {"help": "Branch, tag or commit of a hub id.", "metavar": "NAME"},
+    "engine_seed": {"help": "Seed of the requests that bring none.", **_COUNT},
 }
-"""Flag -> its settings, in the order of the help text. What is not given is left to the engine's own defaults."""
-
-NAMES = tuple(flag.partition("/")[0].removeprefix("--").replace("-", "_") for flag in OPTIONS)
+"""Setting -> how its flag reads it, in the order of the help text. What is not given is left to the engine."""
 
 
 def engine_options(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -54,12 +52,17 @@ def engine_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(command)
     def with_settings(*args: Any, **kwargs: Any) -> Any:
-        given = {name: kwargs.pop(name) for name in NAMES}
+        given = {name: kwargs.pop(name) for name in OPTIONS}
         return command(*args, settings={name: v for name, v in given.items() if v not in (None, ())}, **kwargs)
 
-    for flag, settings in reversed(list(OPTIONS.items())):
-        with_settings = click.option(flag, **{"default": None, **settings})(with_settings)
+    for name, settings in reversed(list(OPTIONS.items())):
+        with_settings = click.option(_flag(name, settings), **{"default": None, **settings})(with_settings)
     return with_settings
+
+
+def _flag(name: str, settings: Mapping[str, Any]) -> str:
+    words = name.replace("_", "-")
+    return f"--{words}/--no-{words}" if settings.get("is_flag") else f"--{words}"
 
 
 def engine_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
