@@ -152,7 +152,16 @@ def _row(bench: Bench, size: int, runs: Sequence[Measured]) -> dict[str, Any]:
 
 
 def _show(rows: Sequence[Mapping[str, Any]]) -> None:
-    columns = ("requests", "tokens/s", "least..most", "first token", "between p50", "p99", "cache used", "of")
+    columns = (
+        "requests",
+        "tokens/s",
+        "least..most",
+        "first token",
+        "between p50",
+        "p99",
+        "cache used",
+        "pool with scratch",
+    )
     print_table(columns, [_cells(row) for row in rows])
 
 
@@ -166,8 +175,7 @@ def _cells(row: Mapping[str, Any]) -> list[str]:
             _milliseconds(row[f"time_{name}"])
             for name in ("to_first_token", "between_tokens_p50", "between_tokens_p99")
         ),
-        f"{show_bytes(cache['peak_bytes'])}, {cache['peak_blocks']} blocks",
-        f"{show_bytes(cache['pool_bytes'])}, {cache['pool_blocks']} blocks",
+        *(f"{cache[f'{part}_blocks']} blocks, {show_bytes(cache[f'{part}_bytes'])}" for part in ("peak", "pool")),
     ]
 
 
