@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: help demo test lint types check bench clean setup
+.PHONY: help demo test lint types bench compare clean setup
 help:  ## show the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
 
@@ -38,6 +38,10 @@ types: $(VENV)/.dev  ## mypy, strict on the contract, the core and the plugin lo
 
 bench: $(VENV)/.demo  ## the standard work on the demo model
 	$(BIN)/pagedkv bench demo --batch-sizes 1,8,16,32 --input-len 128 --output-len 128
+
+compare: $(VENV)/.dev  ## the standard work beside transformers, interleaved, about ten minutes; and the core's host costs
+	$(BIN)/python ci/bench/compare.py --host-costs
+	$(BIN)/python ci/bench/compare.py demo
 
 clean:  ## remove .venv and caches
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache build *.egg-info

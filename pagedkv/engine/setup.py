@@ -55,7 +55,6 @@ class Parts:
 def build(config: EngineConfig, progress: Progress | None = None) -> Parts:
     """Select the backend, open the model, negotiate, size the memory, then load weights."""
     selected = plugins.select(config.backend, device=config.device)
-    _log.info("backend %s (%s %s): %s", selected.name, selected.distribution, selected.version, selected.why)
     accepted = {alias: o.name for o in selected.descriptor.options for alias in (o.name, *o.aliases)}
     options = claim_options(config, accepted, selected.name)
     offer = selected.descriptor.describe(selected.device)
