@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import json
 import os
@@ -10,6 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import gguf
 import pytest
 import torch
 
@@ -68,8 +70,10 @@ def _transformers(folder: Path, prompts: list[list[int]]) -> tuple[list[list[int
     return told, tokenizer
 
 
-def test_the_demo_answers_without_transformers_what_transformers_answers() -> None:
+def test_the_demo_answers_without_transformers_what_transformers_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     folder = _folder()
+    # transformers parses the file anew for config, weights and tokenizer, five seconds each.
+    monkeypatch.setattr(gguf, "GGUFReader", functools.cache(gguf.GGUFReader))
     run = subprocess.run(
         [sys.executable, "-c", ALONE, json.dumps([PROMPTS, COUNT])], capture_output=True, text=True, timeout=120
     )
