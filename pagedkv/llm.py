@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
@@ -14,6 +13,7 @@ from pagedkv.engine.engine import LLMEngine
 from pagedkv.engine.outputs import RequestOutput
 from pagedkv.engine.prompts import Prompt, PromptType, is_single
 from pagedkv.engine.setup import build
+from pagedkv.engine.turns import Turns
 from pagedkv.logs import setup_logging
 from pagedkv.models.tokenizer import Tokenizer
 from pagedkv.progress import GenerationBar, loading_bar
@@ -38,7 +38,7 @@ class LLM:
         config = EngineConfig.of(model=model, **settings)
         with loading_bar() as progress:
             self.engine = LLMEngine(build(config, progress))
-        self._lock = threading.RLock()  # held for one step at most, so that threads and open streams share batches
+        self._turns = Turns()  # taken for one step at most, so that threads and open streams share batches
         self._inbox: dict[int, deque[_News]] = {}
 
     def generate(
@@ -75,7 +75,7 @@ class LLM:
 
     def close(self) -> None:
         """End every request and free the model and its cache. Idempotent."""
-        with self._lock:
+        with self._turns:
             self.engine.close()
 
     def __enter__(self) -> LLM:
@@ -95,7 +95,7 @@ class LLM:
         numbers: dict[int, int] = {}
         news: deque[_News] = deque()
         try:
-            with self._lock:
+            with self._turns:
                 for number, prompt in enumerate(ready):
                     key = self.engine.add_request(
                         prompt, params[number], request_id=str(number), priority=priorities[number], stream=stream
@@ -108,7 +108,7 @@ class LLM:
                     bar.update(output)
                     yield (numbers.pop(key) if output.finished else numbers[key]), output
         finally:
-            with self._lock:
+            with self._turns:
                 for key in numbers:
                     self._inbox.pop(key, None)
                     self.engine.abort_request(key)
@@ -116,7 +116,7 @@ class LLM:
     def _wait_for(self, news: deque[_News]) -> None:
         """Step until there is some; whoever steps takes in the outputs of every open call."""
         while not news:
-            with self._lock:
+            with self._turns:
                 if news:  # another thread's step brought it
                     return
                 for key, output in self.engine.step():

@@ -191,6 +191,26 @@ def test_u65_four_threads_share_one_engine() -> None:
         assert llm.engine.stats.steps < 4 * 3 * 6, "some steps served several threads"
 
 
+def test_a_call_of_another_thread_is_answered_while_a_long_one_runs() -> None:
+    long, short = some_prompts([5, 6])
+    with engine() as llm:
+        shorts: list[int] = []
+        stream = llm.stream(long, greedy(150))
+        next(stream)
+
+        def ask() -> None:
+            for _ in range(3):
+                assert token_ids(llm.generate(short, greedy(4), use_tqdm=False)) == [solo(short, greedy(4))]
+                shorts.append(len(llm._inbox))
+
+        thread = threading.Thread(target=ask)
+        thread.start()
+        for _ in stream:
+            pass
+        thread.join(60)
+        assert shorts[0] == 1, "the long one was still open when the first short one was answered"
+
+
 # -- order and numbers -------------------------------------------------------------------------------------------------
 
 

@@ -9,7 +9,6 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import gguf
 import pytest
@@ -46,9 +45,9 @@ def _folder() -> Path:
     return Path(next(iter(spec.submodule_search_locations)))
 
 
-def _transformers(folder: Path, prompts: list[list[int]]) -> tuple[list[list[int]], Any]:
-    """Greedy ids of the file that transformers dequantizes, and its tokenizer."""
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+def _transformers(folder: Path, prompts: list[list[int]]) -> list[list[int]]:
+    """Greedy ids of the file that transformers dequantizes."""
+    from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
     (file,) = folder.glob("*.gguf")
@@ -57,7 +56,6 @@ def _transformers(folder: Path, prompts: list[list[int]]) -> tuple[list[list[int
     missing = model.load_state_dict(tensors, strict=False)
     assert set(missing.missing_keys) <= {"lm_head.weight"} and not missing.unexpected_keys
     model.tie_weights()
-    tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=file.name)
     model.generation_config.eos_token_id = None
     told = []
     for prompt in prompts:
@@ -67,12 +65,12 @@ def _transformers(folder: Path, prompts: list[list[int]]) -> tuple[list[list[int
                 ids, attention_mask=torch.ones_like(ids), max_new_tokens=COUNT, do_sample=False, pad_token_id=0
             )
         told.append(output[0, len(prompt) :].tolist())
-    return told, tokenizer
+    return told
 
 
 def test_the_demo_answers_without_transformers_what_transformers_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     folder = _folder()
-    # transformers parses the file anew for config, weights and tokenizer, five seconds each.
+    # transformers parses the file anew for config and weights, five seconds each.
     monkeypatch.setattr(gguf, "GGUFReader", functools.cache(gguf.GGUFReader))
     run = subprocess.run(
         [sys.executable, "-c", ALONE, json.dumps([PROMPTS, COUNT])], capture_output=True, text=True, timeout=120
@@ -80,8 +78,5 @@ def test_the_demo_answers_without_transformers_what_transformers_answers(monkeyp
     assert run.returncode == 0, run.stderr
     result = json.loads(run.stdout)  # and nothing but the result is on stdout
     print(f"demo model loaded in {result['loaded']:.1f} s")
-    expected, tokenizer = _transformers(folder, [ids for ids, _, _ in result["told"]])
-    assert [ids for _, ids, _ in result["told"]] == expected
-    assert [ids for ids, _, _ in result["told"]] == [tokenizer(prompt)["input_ids"] for prompt in PROMPTS]
-    assert [text for _, _, text in result["told"]] == [tokenizer.decode(ids) for ids in expected]
+    assert [ids for _, ids, _ in result["told"]] == _transformers(folder, [ids for ids, _, _ in result["told"]])
     assert "Paris" in result["told"][0][2]

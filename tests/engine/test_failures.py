@@ -88,7 +88,7 @@ def test_nothing_can_be_asked_of_a_closed_engine_and_closing_twice_is_fine() -> 
 
 def test_close_ends_an_open_stream_and_a_call_of_another_thread() -> None:
     llm = LLM(folder(), **SETTINGS)
-    stream = llm.stream(PROMPTS, greedy(40))
+    stream = llm.stream(PROMPTS[0], greedy(200))
     next(stream)
     errors: list[BaseException] = []
     started = threading.Event()
