@@ -70,8 +70,9 @@ def _transformers(folder: Path, prompts: list[list[int]]) -> list[list[int]]:
 
 def test_the_demo_answers_without_transformers_what_transformers_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     folder = _folder()
-    # transformers parses the file anew for config and weights, five seconds each.
-    monkeypatch.setattr(gguf, "GGUFReader", functools.cache(gguf.GGUFReader))
+    # transformers parses the file again for config and weights and makes a name map for each module: seconds each time.
+    for name in ("GGUFReader", "get_tensor_name_map"):
+        monkeypatch.setattr(gguf, name, functools.cache(getattr(gguf, name)))
     run = subprocess.run(
         [sys.executable, "-c", ALONE, json.dumps([PROMPTS, COUNT])], capture_output=True, text=True, timeout=120
     )
