@@ -83,7 +83,7 @@ def test_aborts_among_them(chunked: bool) -> None:
         assert play(llm, random.Random(11), 40, aborts=0.2) > 3
 
 
-@settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     seed=st.integers(0, 2**32),
     block_size=st.sampled_from([1, 2, 3, 4, 5, 16]),
