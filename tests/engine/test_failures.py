@@ -17,12 +17,13 @@ from tests.helpers.engine_rig import (
     fail_at,
     folder,
     greedy,
+    seeded,
     solo,
     some_prompts,
     token_ids,
 )
 
-PROMPTS = some_prompts([9, 4, 14])
+PROMPTS = some_prompts([9, 6, 14])
 EXPECTED = [solo(prompt, greedy(6)) for prompt in PROMPTS]
 
 
@@ -52,6 +53,37 @@ def test_an_interrupted_step_is_computed_again_for_whoever_stays(at: int, tokens
                 interrupts += 1
         assert interrupts == 1
         assert token_ids([done[key] for key in keys]) == EXPECTED
+
+
+@pytest.mark.parametrize("place", ["set_row", "sample", "publish", "append"])
+def test_an_interrupt_between_the_parts_of_a_step_loses_nothing(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    params = [greedy(6), seeded(3, 6), seeded(4, 6, top_k=30)]
+    with engine() as llm:
+        scheduler, sampler = llm.engine.scheduler, llm.engine._sampler
+        owner, name = {
+            "set_row": (sampler, "set_row"),
+            "sample": (llm.engine, "_sampler"),
+            "publish": (scheduler, "_publish"),
+            "append": (scheduler, "_append"),
+        }[place]
+        original, interrupts = getattr(owner, name), []
+
+        def once(*args: Any) -> Any:
+            if len(interrupts) < 1:
+                interrupts.append(args)
+                raise KeyboardInterrupt
+            return original(*args)
+
+        if place == "sample":
+            once.set_row = sampler.set_row  # type: ignore[attr-defined]
+        keys = [llm.engine.add_request(prompt, p) for prompt, p in zip(PROMPTS, params, strict=True)]
+        monkeypatch.setattr(owner, name, once)
+        with pytest.raises(KeyboardInterrupt):
+            llm.engine.step()
+        done = {}
+        while llm.engine.has_unfinished_requests():
+            done |= dict(llm.engine.step())
+        assert token_ids([done[key] for key in keys]) == [solo(p, q) for p, q in zip(PROMPTS, params, strict=True)]
 
 
 @pytest.mark.parametrize("error", [DeviceError("the bus fell off"), OutOfDeviceMemory(requested=9, free=1), OSError(5)])
