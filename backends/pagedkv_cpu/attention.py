@@ -15,7 +15,7 @@ from collections.abc import Iterator
 
 import torch
 
-from pagedkv_cpu.planning import HIDDEN, Pass, Planner, tile_height
+from pagedkv_cpu.planning import HIDDEN, Blocks, Pass, Piece, Planner, tile_height
 from pagedkv_cpu.pool import Layer
 from pagedkv_cpu.scratch import CHUNK, TALL, Scratch, padded
 
@@ -192,21 +192,34 @@ class Work:
 class _Gather:
     """Where some chunks of keys or values go: fp32 rows [lanes, number, CHUNK, width] (lanes: heads x sequences)."""
 
-    def __init__(self, piece: tuple[int, int, torch.Tensor], cache: torch.Tensor, lanes: int, s: Scratch) -> None:
-        self.first, self.number, self._slots = piece
+    def __init__(self, piece: Piece, cache: torch.Tensor, lanes: int, s: Scratch) -> None:
+        self.first, self.number, self._slots, self._blocks = piece
         shape = (cache.shape[0], len(self._slots), cache.shape[2])
         size = shape[0] * shape[1] * shape[2]
         self._target = s.rows[:size].view(shape)
         self._raw = None if cache.dtype == torch.float32 else s.raw(cache.dtype)[:size].view(shape)
         self.rows = self._target.view(lanes, self.number, CHUNK, shape[2])
+        self._into = self._target if self._raw is None else self._raw
+        if self._blocks is not None:
+            first = torch.arange(shape[0], dtype=torch.int32) * (cache.shape[1] // self._blocks.block_size)
+            self._numbers = (first[:, None] + self._blocks.numbers).view(-1)
+            self._by_block = self._into.view(len(self._numbers), -1)
+            self._by_head = self._into.view(shape[0], len(self._blocks.numbers), -1)
 
     def read(self, cache: torch.Tensor) -> None:
         """Gather from a cache [heads, slots, width]."""
-        if self._raw is None:
-            torch.index_select(cache, 1, self._slots, out=self._target)
+        if self._blocks is None:
+            torch.index_select(cache, 1, self._slots, out=self._into)
         else:
-            torch.index_select(cache, 1, self._slots, out=self._raw)
+            self._read_blocks(cache, self._blocks)
+        if self._raw is not None:
             self._target.copy_(self._raw)
+
+    def _read_blocks(self, cache: torch.Tensor, blocks: Blocks) -> None:
+        torch.index_select(cache.view(-1, self._by_block.shape[1]), 0, self._numbers, out=self._by_block)
+        if len(blocks.patch_at):
+            rows = cache.index_select(1, blocks.patch_slots)
+            self._by_head.index_copy_(1, blocks.patch_at, rows.view(len(cache), len(blocks.patch_at), -1))
 
 
 # -- whether this processor keeps the promise --------------------------------------------------------------------------

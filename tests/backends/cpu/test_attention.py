@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from pagedkv_cpu import planning
 from tests.backends.cpu.rig import Rig, layer_spec, pool_spec
 
 TOLERANCE = {"fp32": 5e-6, "bf16": 1.6e-2, "fp16": 2e-3}
@@ -153,3 +154,33 @@ def test_long_context_is_read_in_several_pieces():
     rig.write(seq, 0, 9998)
     out = rig.step((seq, 10000, 2)).double().numpy()
     assert np.abs(out - rig.expected(seq, 10000, 2)).max() <= 5e-6
+
+
+@pytest.mark.parametrize("block_size", [1, 4, 16, 32, 128])
+@pytest.mark.parametrize("kv_dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("window", [None, 20, 130])
+def test_gathering_whole_blocks_changes_no_bit(block_size, kv_dtype, window, monkeypatch):
+    rig = Rig(pool_spec(layer_spec(window=window), block_size=block_size, kv_dtype=kv_dtype, num_blocks=1500))
+    rig.poison(float("nan"))
+    rows = [(rig.sequence(context), context, 1) for context in (1, 15, 16, 33, 127, 128, 129, 250, 256)]
+    for seq, context, _ in rows:
+        rig.write(seq, 0, context - 1)
+    plans = {}
+    for many in (10**9, 1):
+        monkeypatch.setattr(planning, "MANY_ROWS", many)
+        monkeypatch.setattr(planning, "LARGE_BLOCK", 1)
+        plans[many] = rig.step(*rows)
+    assert torch.equal(plans[1], plans[10**9])
+    want = np.concatenate([rig.expected(*row) for row in rows])
+    assert np.abs(plans[1].double().numpy() - want).max() <= 5e-6
+
+
+def test_whole_blocks_are_read_as_such_and_torn_ones_row_by_row():
+    slots = np.concatenate([np.arange(32, 48), np.arange(80, 86), np.zeros(10), np.zeros(16)]).astype(np.int32)
+    blocks = planning._blocks(np.tile(slots, 50), 16)
+    assert blocks is not None
+    assert blocks.numbers[:3].tolist() == [2, 0, 0]
+    assert blocks.patch_at.tolist() == list(range(1, 150, 3))
+    assert blocks.patch_slots[:16].tolist() == slots[16:32].tolist()
+    assert planning._blocks(slots, 16) is None, "too few rows to be worth it"
+    assert planning._blocks(np.tile(slots, 50), 3) is None, "a chunk does not hold whole blocks of 3"
