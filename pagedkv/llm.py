@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Literal, TypeAlias, overload
 
-from pagedkv.api.errors import RequestError, RequestInvalid
+from pagedkv.api.errors import PagedKVError, RequestError, RequestInvalid
 from pagedkv.config import EngineConfig
+from pagedkv.engine.chat import chat_prompt, is_conversation
 from pagedkv.engine.engine import LLMEngine
 from pagedkv.engine.outputs import RequestOutput
 from pagedkv.engine.prompts import Prompt, PromptType, is_single
@@ -19,6 +20,7 @@ from pagedkv.models.tokenizer import Tokenizer
 from pagedkv.progress import GenerationBar, loading_bar
 from pagedkv.sampling.params import SamplingParams
 
+Conversation: TypeAlias = Sequence[Mapping[str, Any]]
 _News: TypeAlias = tuple[int, RequestOutput]
 
 
@@ -41,6 +43,7 @@ class LLM:
         self._turns = Turns()  # taken for one step at most, so that threads and open streams share batches
         self._inbox: dict[int, deque[_News]] = {}
 
+    @overload
     def generate(
         self,
         prompts: PromptType | Sequence[PromptType],
@@ -48,16 +51,70 @@ class LLM:
         use_tqdm: bool = True,
         *,
         priority: int | Sequence[int] = 0,
-    ) -> list[RequestOutput]:
+        return_errors: Literal[False] = False,
+    ) -> list[RequestOutput]: ...
+
+    @overload
+    def generate(
+        self,
+        prompts: PromptType | Sequence[PromptType],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+        *,
+        priority: int | Sequence[int] = 0,
+        return_errors: bool,
+    ) -> list[RequestOutput | RequestError]: ...
+
+    def generate(
+        self,
+        prompts: PromptType | Sequence[PromptType],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+        *,
+        priority: int | Sequence[int] = 0,
+        return_errors: bool = False,
+    ) -> Sequence[RequestOutput | RequestError]:
         """One output for each prompt, in their order.
 
         All prompts are checked before any is queued, so an error leaves nothing behind: `RequestInvalid` or
-        `RequestTooLong`, which says which prompt it was. `use_tqdm` shows a progress bar on stderr.
+        `RequestTooLong`, which says which prompt it was. With `return_errors` the error stands in its prompt's place
+        instead, and the other prompts are answered. `use_tqdm` shows a progress bar on stderr.
         """
-        outputs = {}
-        for number, output in self._run(prompts, sampling_params, priority, use_tqdm, stream=False):
-            outputs[number] = output
-        return [outputs[number] for number in sorted(outputs)]
+        items = [prompts] if is_single(prompts) else list(prompts)
+        return self._collect(_Call(items, sampling_params, priority, return_errors), use_tqdm)
+
+    def chat(
+        self,
+        messages: Conversation | Sequence[Conversation],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        chat_template: str | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        priority: int | Sequence[int] = 0,
+    ) -> list[RequestOutput]:
+        """The next message of one conversation, or of each in a list: [{"role": "user", "content": "Hello"}, ...].
+
+        The model's chat template writes the prompt; `chat_template` takes its place and runs in the same sandbox.
+        `tools` and `chat_template_kwargs` are passed to the template. All conversations are checked before any is
+        queued. Raises `RequestInvalid`, `RequestTooLong`, or `ModelError` when there is no template or it fails.
+        """
+        conversations = [messages] if is_conversation(messages) else list(messages)
+
+        def read(conversation: Any) -> PromptType:
+            return chat_prompt(
+                self.engine.tokenizer,
+                conversation,
+                tools=tools,
+                add_generation_prompt=add_generation_prompt,
+                chat_template=chat_template,
+                variables=chat_template_kwargs,
+            )
+
+        call = _Call(conversations, sampling_params, priority, read=read, what="conversation")
+        return [output for output in self._collect(call, use_tqdm) if isinstance(output, RequestOutput)]
 
     def stream(
         self,
@@ -67,7 +124,8 @@ class LLM:
         priority: int | Sequence[int] = 0,
     ) -> Iterator[tuple[int, RequestOutput]]:
         """(index of the prompt, output so far) whenever there is news; closing the iterator aborts what is left."""
-        yield from self._run(prompts, sampling_params, priority, False, stream=True)
+        items = [prompts] if is_single(prompts) else list(prompts)
+        yield from self._run(_Call(items, sampling_params, priority), False, stream=True)
 
     def get_tokenizer(self) -> Tokenizer | None:
         """The tokenizer, None with `skip_tokenizer_init`."""
@@ -84,24 +142,29 @@ class LLM:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _run(
-        self, prompts: Any, sampling_params: Any, priority: Any, show: bool, *, stream: bool
-    ) -> Iterator[tuple[int, RequestOutput]]:
-        items = [prompts] if is_single(prompts) else list(prompts)
-        default = SamplingParams() if sampling_params is None else sampling_params
-        params = _each(default, len(items), SamplingParams, "sampling_params")
-        priorities = _each(priority, len(items), int, "priority")
-        ready = self._prepare(items, params)
+    def _collect(self, call: _Call, show: bool) -> list[RequestOutput | RequestError]:
+        results: dict[int, RequestOutput | RequestError] = {}
+        for number, output in self._run(call, show, stream=False):
+            results[number] = output
+        results |= call.errors
+        return [results[number] for number in sorted(results)]
+
+    def _run(self, call: _Call, show: bool, *, stream: bool) -> Iterator[_News]:
+        ready = self._prepare(call)
         numbers: dict[int, int] = {}
         news: deque[_News] = deque()
         try:
             with self._turns:
-                for number, prompt in enumerate(ready):
+                for number, prompt in ready.items():
                     key = self.engine.add_request(
-                        prompt, params[number], request_id=str(number), priority=priorities[number], stream=stream
+                        prompt,
+                        call.params[number],
+                        request_id=str(number),
+                        priority=call.priorities[number],
+                        stream=stream,
                     )
                     numbers[key], self._inbox[key] = number, news
-            with GenerationBar(ready, enabled=show) as bar:
+            with GenerationBar(len(ready), enabled=show) as bar:
                 while numbers:
                     self._wait_for(news)
                     key, output = news.popleft()
@@ -124,16 +187,39 @@ class LLM:
                     if box is not None:
                         box.append((key, output))
 
-    def _prepare(self, items: Sequence[Any], params: Sequence[SamplingParams]) -> list[Prompt]:
-        ready = []
-        for number, (prompt, p) in enumerate(zip(items, params, strict=True)):
+    def _prepare(self, call: _Call) -> dict[int, Prompt]:
+        """Every prompt of the call by its number, all checked; the bad ones are in `call.errors` if it wants them."""
+        ready = {}
+        for number, item in enumerate(call.items):
             try:
-                ready.append(self.engine.prepare(prompt, p))
-            except RequestError as error:
-                if len(items) > 1:
-                    error.args = (f"prompt {number}: {error}",)
-                raise
+                ready[number] = self.engine.prepare(call.read(item), call.params[number])
+            except PagedKVError as error:
+                if len(call.items) > 1:
+                    error.args = (f"{call.what} {number}: {error}",)
+                if not (call.return_errors and isinstance(error, RequestError)):
+                    raise
+                call.errors[number] = error
         return ready
+
+
+class _Call:
+    """The prompts of one call with what belongs to each. Raises `RequestInvalid`."""
+
+    def __init__(
+        self,
+        items: Sequence[Any],
+        sampling_params: Any,
+        priority: Any,
+        return_errors: bool = False,
+        *,
+        read: Callable[[Any], PromptType] = lambda item: item,
+        what: str = "prompt",
+    ) -> None:
+        self.items, self.read, self.what, self.return_errors = items, read, what, return_errors
+        default = SamplingParams() if sampling_params is None else sampling_params
+        self.params: list[SamplingParams] = _each(default, len(items), SamplingParams, "sampling_params")
+        self.priorities: list[int] = _each(priority, len(items), int, "priority")
+        self.errors: dict[int, RequestError] = {}
 
 
 def _each(value: Any, count: int, kind: type, name: str) -> list[Any]:

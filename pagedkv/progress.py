@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import TracebackType
 
@@ -47,9 +47,9 @@ def counting_bar(description: str, total: int) -> Iterator[Callable[[], None]]:
 class GenerationBar:
     """Counts finished prompts and generated tokens."""
 
-    def __init__(self, prompts: Sequence[object], *, enabled: bool) -> None:
+    def __init__(self, prompts: int, *, enabled: bool) -> None:
         self._bar = _bar(TextColumn("{task.fields[speed]}"), shown=enabled)
-        self._task = self._bar.add_task("Generating", total=len(prompts), speed="")
+        self._task = self._bar.add_task("Generating", total=prompts, speed="")
         self._tokens = 0
 
     def __enter__(self) -> GenerationBar:
@@ -65,7 +65,7 @@ class GenerationBar:
         """Take in one output of the engine."""
         if not output.finished:
             return
-        self._tokens += len(output.outputs[0].token_ids)
+        self._tokens += sum(len(answer.token_ids) for answer in output.outputs)
         elapsed = self._bar.tasks[0].elapsed or 0.0
         speed = f"{self._tokens / elapsed:.1f} tokens/s" if elapsed > 0 else ""
         self._bar.update(self._task, advance=1, speed=speed)

@@ -196,7 +196,7 @@ def _pieces(
         for number, (job, prompt) in enumerate(zip(jobs, ready, strict=True))
     }
     seen = dict.fromkeys(numbers, 0)
-    with GenerationBar(jobs, enabled=bar) as shown:
+    with GenerationBar(len(jobs), enabled=bar) as shown:
         while engine.has_unfinished_requests():
             for key, output in engine.step():
                 shown.update(output)

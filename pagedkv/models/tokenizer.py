@@ -77,14 +77,21 @@ class Tokenizer:
         return text
 
     def apply_chat_template(
-        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, **kwargs: Any
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        *,
+        chat_template: str | None = None,
+        **kwargs: Any,
     ) -> str:
         """The conversation as the model's template writes it; encode it with `add_special_tokens=False`.
 
-        `kwargs` are the template's own variables (`tools`, `enable_thinking`, ...). Raises `ModelError` when there is
-        no template or it fails, `RequestInvalid` when it refuses the messages.
+        `chat_template` is used instead of the model's. `kwargs` are the template's own variables (`tools`,
+        `enable_thinking`, ...). Raises `ModelError` when there is no template or it fails, `RequestInvalid` when it
+        refuses the messages.
         """
-        if self.chat_template is None:
+        template = self.chat_template if chat_template is None else chat_template
+        if template is None:
             raise ModelError(
                 f"{self._template_source} has no chat template. Use a chat model, put a chat_template.jinja beside it, "
                 "or send a plain prompt."
@@ -92,7 +99,7 @@ class Tokenizer:
         from pagedkv.models.chat_template import render
 
         variables = {"tools": None, "documents": None, **self.special_tokens, **kwargs}
-        return render(self.chat_template, messages, add_generation_prompt=add_generation_prompt, **variables)
+        return render(template, messages, add_generation_prompt=add_generation_prompt, **variables)
 
 
 def _check_text(text: object) -> None:
