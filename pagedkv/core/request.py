@@ -32,7 +32,8 @@ class Request:
     """A prompt and what became of it. `id` is unique in the engine; `label` is only what the caller calls it.
 
     `tokens` are prompt and output ids while the request holds no row; a running request's are in its row.
-    `limit` is the total length, prompt included, at which it ends. Lower `priority` runs first.
+    `limit` is the total length, prompt included, at which it ends. Lower `priority` runs first. The logits of positions
+    0 .. `score_to` - 1 are wanted, and `scored` of them have been given.
     """
 
     id: int
@@ -43,6 +44,9 @@ class Request:
     end_ids: tuple[int, ...] = ()
     priority: int = 0
     salt: bytes = b""
+    arrival: int = 0
+    score_to: int = 0
+    scored: int = 0
     state: State = State.WAITING
     reason: Reason | None = None
     row: int = 0
@@ -53,9 +57,9 @@ class Request:
     overtaken: int = 0
 
     @property
-    def order(self) -> tuple[int, int]:
-        """First come, first served within a priority; the id counts arrivals."""
-        return (self.priority, self.id)
+    def order(self) -> tuple[int, int, int]:
+        """First come, first served within a priority; a fork comes when its parent came."""
+        return (self.priority, self.arrival, self.id)
 
     @property
     def output_ids(self) -> list[int]:

@@ -14,7 +14,8 @@ class Rows:
         tokens[row]   |-- computed --|-- to compute --|          length counts both
         table[row]    |b0|b1|b2|b3|b4|                           blocks counts entries, room the tokens they hold
 
-    `published` counts the leading blocks that the prefix index was told of; `serial` changes with every new owner;
+    `published` counts the leading blocks that the prefix index was told of; `serial` changes with every new owner; the
+    logits of positions `scored` .. `score_to` - 1 are still wanted;
     `end_ids` has one array [rows] for the first end id of each row, one for the second, and so on, -1 where none is.
     """
 
@@ -30,6 +31,8 @@ class Rows:
         self.published: Int32 = np.zeros(rows, np.int32)
         self.prompt_len: Int32 = np.zeros(rows, np.int32)
         self.limit: Int32 = np.zeros(rows, np.int32)
+        self.scored: Int32 = np.zeros(rows, np.int32)
+        self.score_to: Int32 = np.zeros(rows, np.int32)
         self.serial: Int32 = np.zeros(rows, np.int32)
         self.end_ids: list[Int32] = []
         self.counting: Int32 = np.arange(rows + 1, dtype=np.int32)
@@ -90,6 +93,8 @@ class Rows:
         self.published[row] = computed // self.block_size
         self.prompt_len[row] = request.prompt_len
         self.limit[row] = request.limit
+        self.scored[row] = request.scored
+        self.score_to[row] = request.score_to
         self.serial[row] += 1
         self._set_end_ids(row, request.end_ids)
 
@@ -104,6 +109,7 @@ class Rows:
         row = request.row
         blocks = self.held(row)
         request.tokens = self.tokens[row, : self.length[row]].copy()
+        request.scored = int(self.scored[row])
         self.table[row, : len(blocks)] = 0
         self.length[row] = self.computed[row] = self.blocks[row] = self.room[row] = 0
         self.serial[row] += 1

@@ -4,12 +4,16 @@
        |
      Step        numpy arrays of one batch; the engine computes it
        |
-    update()     counts what is written, publishes full blocks, appends sampled ids, finishes requests
+    commit()     counts what is written, publishes full blocks
+    append()     takes in the sampled ids, finishes requests
 
 Decoding rows come first, then prompts in chunks. Order is (priority, arrival). A request that does not fit yet may
 be overtaken by `max_overtakes` later ones, then everybody waits for it. When a row must grow and no block is left, the
 last in order is preempted: it gives everything back and is computed again later, its tokens kept. The first in order is
 never preempted, so somebody always makes progress; `capacity` refuses at submission what could not finish even alone.
+
+Logits of prompt positions are wanted by few and are large, so a step gives at most `max_scored` of them, and prompts
+that want them come in smaller chunks. They hit the cache only up to where their logits were given.
 """
 
 from __future__ import annotations
@@ -35,11 +39,15 @@ Mask = npt.NDArray[np.bool_]
 
 _ORDER = attrgetter("order")
 _SCAN = 32  # waiting requests looked at in one step
+MAX_SCORED = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig:
-    """Sizes and policy. `num_blocks` counts the null block; `watermark` blocks stay free of admissions."""
+    """Sizes and policy. `num_blocks` counts the null block; `watermark` blocks stay free of admissions.
+
+    `max_scored` logits are given in one step beside those of sampled tokens.
+    """
 
     num_blocks: int
     block_size: int
@@ -50,10 +58,11 @@ class SchedulerConfig:
     prefix_caching: bool = True
     max_overtakes: int = 16
     watermark: float = 0.01
+    max_scored: int = MAX_SCORED
 
 
 class Scheduler:
-    """The core's state and its transitions: `add`, `schedule`, `update`, `abort`, `fork`."""
+    """The core's state and its transitions: `add`, `schedule`, `commit`, `append`, `abort`, `fork`."""
 
     def __init__(self, config: SchedulerConfig, fingerprint: bytes = b"", index: PrefixIndex | None = None) -> None:
         self.config = config
@@ -65,6 +74,7 @@ class Scheduler:
         self.num_preemptions = 0
         self._by_row: list[Request | None] = [None] * (config.max_num_seqs + 1)
         self._forked: set[int] = set()
+        self._scoring: set[int] = set()  # rows whose logits are wanted, or that are not sampled at all
         self._order: Int64 | None = None
         self._next_id = 0
 
@@ -77,6 +87,8 @@ class Scheduler:
     def limit(self, prompt_len: int, max_tokens: int | None) -> int:
         """The total length at which a request ends; raises what makes it impossible, with the numbers."""
         config, capacity = self.config, self.capacity()
+        if max_tokens == 0:  # then the last token is stored, too
+            capacity = min(capacity, self.pool.usable * config.block_size)
         if prompt_len == 0:
             raise RequestInvalid("the prompt is empty: give at least one token", field="prompt")
         total = prompt_len + (1 if max_tokens is None else max_tokens)
@@ -100,8 +112,13 @@ class Scheduler:
         end_ids: Sequence[int] = (),
         priority: int = 0,
         salt: bytes = b"",
+        scored: bool = False,
     ) -> Request:
-        """Queue a prompt. Raises `RequestInvalid` or `RequestTooLong`, and then nothing has changed."""
+        """Queue a prompt. Raises `RequestInvalid` or `RequestTooLong`, and then nothing has changed.
+
+        `scored`: the steps give the logits of every prompt position but the last, each once. `max_tokens` 0 ends the
+        request when its prompt has been computed.
+        """
         limit = self.limit(len(tokens), max_tokens)
         request = Request(
             id=self._next_id,
@@ -112,6 +129,8 @@ class Scheduler:
             end_ids=tuple(end_ids),
             priority=priority,
             salt=salt,
+            arrival=self._next_id,
+            score_to=len(tokens) - 1 if scored else 0,
             root=self.index.root(salt),
         )
         self._next_id += 1
@@ -128,7 +147,8 @@ class Scheduler:
     def fork(self, parent: Request, label: str = "") -> Request:
         """A second sequence with the same tokens. It shares every block; the first to write a shared one copies it.
 
-        When the parent is not decoding or no row is free, the fork waits and finds its prefix in the cache.
+        Between `commit` and `append` both then get a token of their own. When the parent has more than one token to
+        compute, or no row is free, the fork waits and finds its prefix in the cache.
         """
         if parent.state is State.FINISHED:
             raise InternalError(f"request {parent.label!r} has finished and cannot be forked")
@@ -141,6 +161,7 @@ class Scheduler:
             end_ids=parent.end_ids,
             priority=parent.priority,
             salt=parent.salt,
+            arrival=parent.arrival,
             root=parent.root,
             hashes=list(parent.hashes),
             num_cached_tokens=parent.num_cached_tokens,
@@ -157,7 +178,7 @@ class Scheduler:
 
     def _decoding(self, request: Request) -> bool:
         row = request.row
-        return row != 0 and bool(self.rows.length[row] - self.rows.computed[row] == 1)
+        return row != 0 and bool(self.rows.length[row] - self.rows.computed[row] <= 1)
 
     def tokens_of(self, request: Request) -> Int32:
         """Prompt and output ids known so far; a view while the request runs."""
@@ -178,11 +199,14 @@ class Scheduler:
         self._grow(changes)
         rows = self._running_rows()
         need = self.rows.length.take(rows) - self.rows.computed.take(rows)
-        if len(rows) and (need == 1).all() and not (self.waiting and self.rows.num_free):
+        if len(rows) and not self._scoring and (need == 1).all() and not (self.waiting and self.rows.num_free):
             return compose(self.rows, rows, None, changes)
+        scoring = _Scoring(left=self.config.max_scored)
+        if self._scoring:
+            need = scoring.fit(need, *(values.take(rows) for values in self._wanted))
         queries, left = budget(need, self.config)
         if not changes.preempted:
-            rows, queries = self._admit(left, rows, queries, changes)
+            rows, queries = self._admit(left, scoring, rows, queries, changes)
         active = queries > 0
         if not active.any():
             self._check_nothing_left(changes.preempted)
@@ -193,6 +217,10 @@ class Scheduler:
         if self.running or (self.waiting and not preempted):
             names = [request.label for request in (self.running or self.waiting)[:4]]
             raise InternalError(f"nothing can be scheduled, but {names} wait; please report this")
+
+    @property
+    def _wanted(self) -> tuple[Int32, Int32, Int32]:
+        return self.rows.computed, self.rows.scored, self.rows.score_to
 
     def _running_rows(self) -> Int64:
         if self._order is None:
@@ -212,6 +240,7 @@ class Scheduler:
             owners = [self._holder(row).label for row in growing.tolist()]
             self.rows.append_blocks(growing, self.pool.allocate_each(owners))
         changes.copies.extend(self._unshare(row) for row in shared if self._writes_shared(row))
+        self._forked.clear()  # each now owns the block it writes next
 
     def _writes_shared(self, row: int) -> bool:
         at = int(self.rows.computed[row]) // self.config.block_size
@@ -223,7 +252,6 @@ class Scheduler:
         (new,) = self.pool.allocate(1, self._holder(row).label)
         self.rows.table[row, at] = new
         self.pool.release([old])
-        self._forked.discard(row)
         return old, new
 
     def _holder(self, row: int) -> Request:
@@ -245,14 +273,18 @@ class Scheduler:
         for request in reversed(self.running.copy()):
             self._preempt(request)
 
-    def _admit(self, left: int, rows: Int64, queries: Int32, changes: Changes) -> tuple[Int64, Int32]:
+    def _admit(
+        self, left: int, scoring: _Scoring, rows: Int64, queries: Int32, changes: Changes
+    ) -> tuple[Int64, Int32]:
         """Start waiting requests while rows, blocks and budget last; returns all rows and their shares."""
         chunks: list[int] = []
         passed: list[Request] = []
         for request in list(islice(self.waiting, _SCAN)):
             if not self.rows.num_free or left == 0:
                 break
-            chunk = self._start(request, left)
+            if request.scored < request.score_to and not scoring.left:
+                continue  # it waits for another's last logits, which nobody else needs to wait for
+            chunk = self._start(request, left, scoring)
             if chunk:
                 left -= chunk
                 chunks.append(chunk)
@@ -266,18 +298,19 @@ class Scheduler:
         started = np.array([request.row for request in changes.admitted], np.int64)
         return np.concatenate([rows, started]), np.concatenate([queries, np.array(chunks, np.int32)])
 
-    def _start(self, request: Request, left: int) -> int:
+    def _start(self, request: Request, left: int, scoring: _Scoring) -> int:
         """Give `request` a row and blocks for all it knows, and return its first chunk's length; 0: it does not fit."""
         config, length = self.config, len(request.tokens)
         hits = self._hits(request)
         computed = len(hits) * config.block_size
-        chunk = min(length - computed, left)
+        chunk = scoring.chunk(min(length - computed, left), computed, request.scored, request.score_to)
         if not (config.chunked_prefill or chunk == length - computed or self._may_split(request, computed)):
             return 0
         need = -(-length // config.block_size) - len(hits)
         spare = int(config.watermark * self.pool.usable) + len(self.running) if self.running else 0
         if need + spare > self.pool.available - self.pool.count_cached(hits):
             return 0
+        scoring.take(chunk, computed, request.scored, request.score_to)
         self.pool.acquire(hits, request.label)
         self.waiting.remove(request)
         self._run(request, hits + self.pool.allocate(need, request.label), computed)
@@ -286,16 +319,17 @@ class Scheduler:
         return chunk
 
     def _may_split(self, request: Request, computed: int) -> bool:
-        """Without chunked prefill, only what grew past a whole step since its submission is computed in chunks."""
-        return len(request.tokens) - computed > self.config.max_num_batched_tokens
+        """Without chunked prefill, chunks are for what is scored or grew past a whole step since its submission."""
+        return request.scored < request.score_to or len(request.tokens) - computed > self.config.max_num_batched_tokens
 
     def _hits(self, request: Request) -> list[int]:
-        """Cached blocks of its prefix. One token at least is left to compute, or there would be no logits."""
+        """Cached blocks of its prefix, up to the first token whose logits are needed: at the latest the last one."""
         if not self.config.prefix_caching:
             return []
         size = self.config.block_size
         self._hash(request, request.tokens, len(request.tokens) // size)
-        return self.index.find(request.hashes, (len(request.tokens) - 1) // size)
+        first = request.scored if request.scored < request.score_to else len(request.tokens) - 1
+        return self.index.find(request.hashes, first // size)
 
     def _hash(self, request: Request, tokens: Int32, blocks: int) -> None:
         size, done = self.config.block_size, len(request.hashes)
@@ -306,6 +340,8 @@ class Scheduler:
         self.rows.open(request, blocks, computed)
         request.state = State.RUNNING
         self._by_row[request.row] = request
+        if request.scored < request.score_to or len(request.tokens) >= request.limit:
+            self._scoring.add(request.row)
         insort(self.running, request, key=_ORDER)
         self._order = None
 
@@ -325,24 +361,57 @@ class Scheduler:
     # -- update --------------------------------------------------------------------------------------------------------
 
     def update(self, step: Step, sampled: Int32) -> list[Request]:
-        """Take in a computed step: `sampled` [n] are the ids of `step.sample` (-1: no usable logits).
+        """`commit` and `append` in one."""
+        self.commit(step)
+        return self.append(step, sampled)
 
-        Returns the requests that finished. Rows that changed hands since `schedule` are left alone.
-        """
-        rows, ctx_len, sampling = step.index, step.batch.ctx_len, step.sample_rows
-        ids = np.asarray(sampled, np.int32)
+    def commit(self, step: Step) -> None:
+        """Count what a computed step wrote. Rows that changed hands since `schedule` are left alone."""
+        rows, ctx_len = step.index, step.batch.ctx_len
         current = self._current(step)
         if not current.all():
-            alive = current[step.sample]
-            rows, ctx_len, sampling, ids = rows[current], ctx_len[current], sampling[alive], ids[alive]
+            rows, ctx_len = rows[current], ctx_len[current]
         self.rows.computed[rows] = ctx_len
+        if self._scoring:
+            scored = np.maximum(self.rows.scored.take(rows), ctx_len)
+            self.rows.scored[rows] = np.minimum(scored, self.rows.score_to.take(rows))
         if self.config.prefix_caching:
             self._publish(rows, ctx_len)
+
+    def append(
+        self, step: Step, sampled: Int32, *, stopped: Mask | None = None, forks: Sequence[Request] = ()
+    ) -> list[Request]:
+        """Take in the ids [n + f] of `step.sample` and of `forks` made since `commit` (-1: no usable logits).
+
+        `stopped` [n + f] marks ids that end their request for a reason of the caller's. Returns who finished.
+        """
+        rows, ids = step.sample_rows, np.asarray(sampled, np.int32)
+        alive = self._current(step)[step.sample]
+        if forks:
+            rows = np.concatenate([rows, np.array([fork.row for fork in forks], np.int64)])
+            alive = np.concatenate([alive, np.ones(len(forks), np.bool_)])
+        stop = np.zeros(len(ids), np.bool_) if stopped is None else stopped
+        finished = self._finish_scored() if self._scoring else []
+        if not alive.all():
+            rows, ids, stop = rows[alive], ids[alive], stop[alive]
         failed = ids < 0
         if failed.any():
-            finished = [self._fail(row) for row in sampling[failed].tolist()]
-            return finished + self._append(sampling[~failed], ids[~failed])
-        return self._append(sampling, ids)
+            finished += [self.fail(self._holder(row)) for row in rows[failed].tolist()]
+            rows, ids, stop = rows[~failed], ids[~failed], stop[~failed]
+        return finished + self._append(rows, ids, stop)
+
+    def _finish_scored(self) -> list[Request]:
+        """End requests that wanted no token, once computed; forget the rows that have given all their logits."""
+        rows, finished = self.rows, []
+        for row in list(self._scoring):
+            whole = rows.length[row] >= rows.limit[row]
+            if whole and rows.computed[row] == rows.length[row]:
+                request = self._holder(row)
+                self._finish(request, Reason.LENGTH)
+                finished.append(request)
+            elif not whole and rows.scored[row] >= rows.score_to[row]:
+                self._scoring.discard(row)
+        return finished
 
     def _publish(self, rows: Int64, ctx_len: Int32) -> None:
         """Make the blocks that became full and written findable."""
@@ -362,9 +431,9 @@ class Scheduler:
             self.index.insert(request.hashes[stop - 1], block)
         self.rows.published[rows] = full
 
-    def _append(self, rows: Int64, ids: Int32) -> list[Request]:
+    def _append(self, rows: Int64, ids: Int32, stopped: Mask) -> list[Request]:
         length = self.rows.append_tokens(rows, ids)
-        stopped = self.rows.ends(rows, ids)
+        stopped = stopped | self.rows.ends(rows, ids)
         full = length >= self.rows.limit.take(rows)
         finished = []
         for at in (stopped | full).nonzero()[0].tolist():
@@ -373,8 +442,8 @@ class Scheduler:
             finished.append(request)
         return finished
 
-    def _fail(self, row: int) -> Request:
-        request = self._holder(row)
+    def fail(self, request: Request) -> Request:
+        """End a running request whose logits are unusable, and let nobody find what it wrote."""
         self._unpublish(request)
         self._finish(request, Reason.ERROR)
         return request
@@ -397,6 +466,7 @@ class Scheduler:
         row = request.row
         self.running.remove(request)
         self._forked.discard(row)
+        self._scoring.discard(row)
         self._by_row[row] = None
         self._order = None
         self.pool.release(reversed(self.rows.close(request)))
@@ -419,6 +489,35 @@ class Scheduler:
     def reset_prefix_cache(self) -> int:
         """Forget what nobody references; returns how many blocks that were. Needed after a change of weights."""
         return self.pool.forget_cached()
+
+
+@dataclass(slots=True)
+class _Scoring:
+    """How many more logits of prompt positions fit one step, and what that leaves of a chunk.
+
+    positions   |-- computed --|........|-- still wanted --|....
+                               | first  |<= scored         |<= score_to
+    """
+
+    left: int
+
+    def chunk(self, chunk: int, computed: int, scored: int, score_to: int) -> int:
+        """The longest part of a chunk from position `computed` on that wants at most `left` logits."""
+        first = max(computed, scored)
+        return first + self.left - computed if min(computed + chunk, score_to) - first > self.left else chunk
+
+    def take(self, chunk: int, computed: int, scored: int, score_to: int) -> None:
+        """Count the logits that a chunk wants."""
+        self.left -= max(0, min(computed + chunk, score_to) - max(computed, scored))
+
+    def fit(self, need: Int32, computed: Int32, scored: Int32, score_to: Int32) -> Int32:
+        """`need` [n] of running rows, shortened where more logits are wanted than are left."""
+        fitted = need.copy()
+        for at in (scored < score_to).nonzero()[0].tolist():
+            row = int(computed[at]), int(scored[at]), int(score_to[at])
+            fitted[at] = self.chunk(int(need[at]), *row)
+            self.take(int(fitted[at]), *row)
+        return fitted
 
 
 def budget(need: Int32, config: SchedulerConfig) -> tuple[Int32, int]:

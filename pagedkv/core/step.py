@@ -10,6 +10,8 @@ from pagedkv.api.records import Batch, Int32, Int64
 from pagedkv.core.request import Request
 from pagedkv.core.rows import Rows
 
+_NONE: Int64 = np.zeros(0, np.int64)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Step:
@@ -17,7 +19,8 @@ class Step:
 
     `batch` rows stand decoding ones first; `index` are the same table rows as int64. `sample` [n] are the batch rows
     whose last token ends what is known, so that their logits yield the next id; `output_index` [n] counts the output
-    tokens each already has. `serials` tell the owners of the rows.
+    tokens each already has. `scored` [m] are the batch's tokens whose logits say how probable the prompt's next token
+    was. `serials` tell the owners of the rows.
     """
 
     batch: Batch
@@ -27,6 +30,7 @@ class Step:
     index: Int64
     sample: Int64
     output_index: Int64
+    scored: Int64
     copies: Int32
     serials: Int32
     admitted: tuple[Request, ...]
@@ -40,9 +44,15 @@ class Step:
 
     @property
     def logits_at(self) -> Int64:
-        """Which of the batch's tokens `sample` needs logits of."""
+        """Which of the batch's tokens logits are needed of: [n] for `sample`, then [m] `scored`."""
         at: Int64 = self.batch.cu_q.take(self.sample + 1).astype(np.int64) - 1
-        return at
+        return np.concatenate([at, self.scored]) if len(self.scored) else at
+
+    @property
+    def scored_rows(self) -> Int64:
+        """The table rows [m] of `scored`."""
+        rows: Int64 = self.index.take(np.searchsorted(self.batch.cu_q, self.scored, side="right") - 1)
+        return rows
 
 
 @dataclass(slots=True, kw_only=True)
@@ -60,7 +70,7 @@ def compose(state: Rows, rows: Int64, queries: Int32 | None, changes: Changes) -
         queries, ctx_len = state.ones[: len(rows)], state.length.take(rows)
         cu_q, sample = state.counting[: len(rows) + 1], state.counting64[: len(rows)]
         of_token, positions = rows, ctx_len - 1
-        max_q, num_decode = 1, len(rows)
+        max_q, num_decode, scored = 1, len(rows), _NONE
     else:
         decode_first = np.argsort(queries != 1, kind="stable")
         rows, queries = rows[decode_first], queries[decode_first]
@@ -68,7 +78,9 @@ def compose(state: Rows, rows: Int64, queries: Int32 | None, changes: Changes) -
         cu_q = np.zeros(len(rows) + 1, np.int32)
         np.cumsum(queries, out=cu_q[1:])
         of_token, positions = spread(rows, queries, cu_q, ctx_len)
-        sample = (ctx_len == state.length.take(rows)).nonzero()[0]
+        length = state.length.take(rows)
+        sample = ((ctx_len == length) & (length < state.limit.take(rows))).nonzero()[0]
+        scored = _scored(state, of_token, positions)
         max_q, num_decode = int(queries.max()), int(np.count_nonzero(queries == 1))
     sampled = rows.take(sample)
     return Step(
@@ -89,12 +101,19 @@ def compose(state: Rows, rows: Int64, queries: Int32 | None, changes: Changes) -
         queries=queries,
         index=rows,
         sample=sample,
+        scored=scored,
         output_index=(state.length.take(sampled) - state.prompt_len.take(sampled)).astype(np.int64),
         copies=np.array(changes.copies, np.int32).reshape(-1, 2),
         serials=state.serial.take(rows),
         admitted=tuple(changes.admitted),
         preempted=tuple(changes.preempted),
     )
+
+
+def _scored(state: Rows, of_token: Int64, positions: Int32) -> Int64:
+    """Which of the tokens have logits that are still wanted."""
+    wanted = (positions >= state.scored.take(of_token)) & (positions < state.score_to.take(of_token))
+    return wanted.nonzero()[0]
 
 
 def spread(rows: Int64, queries: Int32, cu_q: Int32, ctx_len: Int32) -> tuple[Int64, Int32]:

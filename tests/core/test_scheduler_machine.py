@@ -28,8 +28,9 @@ class CoreMachine(RuleBasedStateMachine):
         chunked=st.booleans(),
         caching=st.booleans(),
         max_overtakes=st.integers(0, 3),
+        max_scored=st.integers(1, 9),
     )
-    def build(self, block_size, tokens, max_num_seqs, extra, chunked, caching, max_overtakes):
+    def build(self, block_size, tokens, max_num_seqs, extra, chunked, caching, max_overtakes, max_scored):
         self.rig = Rig(
             block_size=block_size,
             num_blocks=2 + tokens // block_size,
@@ -39,26 +40,36 @@ class CoreMachine(RuleBasedStateMachine):
             chunked_prefill=chunked,
             prefix_caching=caching,
             max_overtakes=max_overtakes,
+            max_scored=max_scored,
         )
         self.expected: dict[int, tuple[Request, list[int]]] = {}
+        self.scored: list[Request] = []
+        self.several: list[tuple[Request, list[list[int]]]] = []
 
     @rule(
         target=requests,
         prompt=PROMPTS,
-        max_tokens=st.integers(1, 16),
+        max_tokens=st.sampled_from([0, 1, 2, 3, 5, 9, 16]),
+        scored=st.booleans(),
+        samples=st.sampled_from([1, 1, 2, 3]),
         end=st.sampled_from([(), (3,), (0, 4)]),
         priority=st.integers(0, 2),
         salt=st.sampled_from([b"", b"a"]),
     )
-    def add(self, prompt, max_tokens, end, priority, salt):
+    def add(self, prompt, max_tokens, scored, samples, end, priority, salt):
         before = len(self.rig.scheduler.waiting)
         try:
-            request = self.rig.add(prompt, max_tokens, end_ids=end, priority=priority, salt=salt)
+            request = self.rig.add(prompt, max_tokens, end_ids=end, priority=priority, salt=salt, scored=scored)
         except RequestTooLong as error:
             assert len(self.rig.scheduler.waiting) == before
             assert error.needed > error.available
             return multiple()
         self.expected[request.id] = (request, solo(prompt, max_tokens, end, salt))
+        if scored:
+            self.scored.append(request)
+        if samples > 1 and max_tokens:
+            self.rig.samples[request.id] = samples
+            self.several.append((request, [solo(prompt, max_tokens, end, salt, i) for i in range(1, samples)]))
         return request
 
     @rule(target=requests, parent=requests)
@@ -66,6 +77,7 @@ class CoreMachine(RuleBasedStateMachine):
         if parent.state is State.FINISHED:
             return multiple()
         child = self.rig.scheduler.fork(parent)
+        self.rig.numbers[child.id] = self.rig.numbers.get(parent.id, 0)
         self.expected[child.id] = (child, self.expected[parent.id][1])
         return child
 
@@ -111,7 +123,16 @@ class CoreMachine(RuleBasedStateMachine):
                 assert request.output_ids == expected[: len(request.output_ids)]
             else:
                 assert request.output_ids == expected
-                assert request.reason is (Reason.STOP if expected[-1] in request.end_ids else Reason.LENGTH)
+                stopped = expected[-1:] and expected[-1] in request.end_ids
+                assert request.reason is (Reason.STOP if stopped else Reason.LENGTH)
+        for request in self.scored:
+            given = self.rig.scored.get(request.id, [])
+            whole = range(request.prompt_len - 1)
+            assert given == list(whole[: len(given)] if request.reason is Reason.ABORT else whole), "each once"
+        for request, expected in self.several:
+            children = self.rig.forks.get(request.id, [])
+            assert [child.output_ids for child in children] == expected[: len(children)]
+            assert len(children) == len(expected) or request.reason is Reason.ABORT
 
 
 TestCoreMachine = pytest.mark.filterwarnings("ignore")(CoreMachine.TestCase)

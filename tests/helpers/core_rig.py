@@ -23,10 +23,13 @@ def next_token(salt: bytes, tokens: tuple[int, ...]) -> int:
     return hashlib.sha256(salt + bytes(tokens)).digest()[0] % VOCAB
 
 
-def solo(prompt: list[int], max_tokens: int, end_ids: tuple[int, ...] = (), salt: bytes = b"") -> list[int]:
+def solo(
+    prompt: list[int], max_tokens: int, end_ids: tuple[int, ...] = (), salt: bytes = b"", sample: int = 0
+) -> list[int]:
+    """`sample` 1, 2, ... begin with another token than 0."""
     tokens = list(prompt)
-    for _ in range(max_tokens):
-        tokens.append(next_token(salt, tuple(tokens)))
+    for at in range(max_tokens):
+        tokens.append((next_token(salt, tuple(tokens)) + (sample if at == 0 else 0)) % VOCAB)
         if tokens[-1] in end_ids:
             break
     return tokens[len(prompt) :]
@@ -46,6 +49,11 @@ class Rig:
         self.memory: dict[int, Prefix] = {}
         self.finished: list[Request] = []
         self.steps: list[Step] = []
+        self.samples: dict[int, int] = {}
+        """How many samples a request is to become, by id; its forks' own numbers when they are made."""
+        self.forks: dict[int, list[Request]] = {}
+        self.numbers: dict[int, int] = {}
+        self.scored: dict[int, list[int]] = {}
 
     def add(self, prompt: list[int], max_tokens: int | None = 3, **names: object) -> Request:
         return self.scheduler.add(pack(prompt), max_tokens=max_tokens, **names)  # type: ignore[arg-type]
@@ -74,11 +82,36 @@ class Rig:
         assert len(set(written)) == len(written), "two tokens of one step share a slot"
         for at, request in enumerate(holders):
             self._read(batch.block_table[batch.rows[at]], int(batch.ctx_len[at]), request.salt, known[at])
+        for at in step.scored.tolist():
+            owner = holders[int(np.searchsorted(batch.cu_q, at, side="right")) - 1]
+            self.scored.setdefault(owner.id, []).append(int(step.positions[at]))
+        assert len(step.scored) <= self.config.max_scored
+        assert len(step.logits_at) == len(step.sample) + len(step.scored)
+        assert [self.scheduler._by_row[row] for row in step.scored_rows] == [
+            holders[int(np.searchsorted(batch.cu_q, at, side="right")) - 1] for at in step.scored
+        ]
         if callable(between):
             between()
-        sampled = [next_token(holders[at].salt, known[at]) for at in step.sample.tolist()]
-        self.finished += self.scheduler.update(step, np.array(sampled, np.int32))
+        self.scheduler.commit(step)
+        producers = self.scheduler.holders(step)
+        forks = [child for parent in producers if parent is not None for child in self._fork(parent)]
+        sampled = [-1 if request is None else self._next(request) for request in [*producers, *forks]]
+        self.finished += self.scheduler.append(step, np.array(sampled, np.int32), forks=forks)
         self.steps.append(step)
+
+    def _fork(self, parent: Request) -> list[Request]:
+        """Make the samples that were asked for; those that found a row."""
+        count = self.samples.pop(parent.id, 1)
+        children = [self.scheduler.fork(parent) for _ in range(1, count)]
+        for number, child in enumerate(children, start=1):
+            self.numbers[child.id] = number
+            self.forks.setdefault(parent.id, []).append(child)
+        return [child for child in children if child.row]
+
+    def _next(self, request: Request) -> int:
+        tokens = tuple(self.scheduler.tokens_of(request).tolist())
+        first = len(tokens) == request.prompt_len
+        return (next_token(request.salt, tokens) + (self.numbers.get(request.id, 0) if first else 0)) % VOCAB
 
     def _copy(self, copies: np.ndarray) -> None:
         size = self.config.block_size
