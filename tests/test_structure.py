@@ -37,11 +37,12 @@ ROOMS: dict[str, set[str]] = {
     "logs": {"api", "environment"},
     "progress": {"api", "engine"},
     "llm": ENGINE | {"logs", "progress"},
-    "server": ENGINE | {"llm", "logs"},
+    "async_llm": ENGINE | {"logs", "progress"},
+    "server": ENGINE | {"llm", "async_llm", "logs"},
     "entrypoints": ENGINE | {"llm", "server"},
     "conformance": ENGINE | {"llm"},
     "cli": ENGINE | {"llm", "logs", "progress", "server", "conformance"},
-    "pagedkv": ENGINE | {"llm"},
+    "pagedkv": ENGINE | {"llm", "async_llm"},
 }
 """Room -> the rooms it may import, itself and `errors` (the tree of `api`, re-exported) aside."""
 
