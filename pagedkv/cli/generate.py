@@ -18,6 +18,7 @@ from pagedkv.api.errors import RequestInvalid
 from pagedkv.cli.common import Failure, model_argument
 from pagedkv.cli.model_options import engine_options, engine_settings
 from pagedkv.cli.prompt_files import STDIN, Job, placed, read_jobs
+from pagedkv.cli.sampling_options import sampling_options
 
 if TYPE_CHECKING:
     from pagedkv.engine.engine import LLMEngine
@@ -30,20 +31,6 @@ _HEAD = 60  # characters of a prompt in its heading
 _log = logging.getLogger("pagedkv.cli")
 
 
-def _token_limit(text: str) -> int | str:
-    """A number of tokens, or the word none: None itself would mean that nothing was given."""
-    if text.lower() == "none":
-        return "none"
-    try:
-        return int(text)
-    except ValueError:
-        raise click.BadParameter(f"{text!r} is neither a number of tokens nor none") from None
-
-
-_GIVEN = ("max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop_token_ids", "ignore_eos")
-_RANDOM = ("top_p", "top_k", "min_p", "seed")
-
-
 @click.command("generate")
 @model_argument
 @click.option("--prompt", "prompts", multiple=True, metavar="TEXT", help="A prompt; may be repeated.")
@@ -54,35 +41,19 @@ _RANDOM = ("top_p", "top_k", "min_p", "seed")
     metavar="FILE",
     help="Prompts from a file, one a line: text, or JSON objects (all lines of a .jsonl file); - is standard input.",
 )
-@click.option(
-    "--max-tokens",
-    type=_token_limit,
-    default=str(MAX_TOKENS),
-    show_default=True,
-    metavar="N",
-    help="Tokens of an answer, at most; none: as many as model and cache allow.",
-)
-@click.option("--min-tokens", type=int, metavar="N", help="Tokens before an end token may come.")
-@click.option(
-    "--temperature",
-    type=float,
-    default=0.0,
-    metavar="T",
-    help="How freely tokens are drawn. Default 0: always the most probable one, so that an answer can be repeated.",
-)
-@click.option("--top-p", type=float, metavar="P", help="Draw from the most probable tokens that make up P.")
-@click.option("--top-k", type=int, metavar="K", help="Draw from the K most probable tokens.")
-@click.option("--min-p", type=float, metavar="P", help="Drop tokens less probable than P times the best one.")
-@click.option("--seed", type=int, metavar="N", help="Seed of the draws; else --engine-seed decides.")
-@click.option("--stop-token-id", "stop_token_ids", type=int, multiple=True, metavar="ID", help="An end id more.")
-@click.option("--ignore-eos", is_flag=True, help="Go on after the model's end token.")
+@sampling_options(MAX_TOKENS)
 @click.option("--chat", is_flag=True, help="Put each prompt as a user's message into the model's chat template.")
 @click.option("--system", metavar="TEXT", help="With --chat: the system message.")
 @click.option("--stream", is_flag=True, help="Print pieces as they come.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object a prompt; with --stream one a piece.")
 @engine_options
 def generate(
-    model: str, prompts: tuple[str, ...], files: tuple[str, ...], settings: dict[str, Any], **options: Any
+    model: str,
+    prompts: tuple[str, ...],
+    files: tuple[str, ...],
+    sampling: dict[str, Any],
+    settings: dict[str, Any],
+    **options: Any,
 ) -> None:
     """Answer one or more prompts with MODEL: a folder, a .gguf file, a hub id, or demo.
 
@@ -97,24 +68,12 @@ def generate(
     pagedkv generate demo --prompt "Once upon a time" --temperature 0.8 --seed 1 --stream
     pagedkv generate demo --prompt-file prompts.jsonl --json > answers.jsonl
     """
-    sampling = _sampling(options)
     if options["system"] is not None and not options["chat"]:
         raise click.UsageError("--system needs --chat: only a chat template has a place for it")
     jobs = read_jobs(prompts, files or _stdin(prompts), sampling)
     if not jobs:
         raise click.UsageError("there is no prompt: standard input or the file has blank lines only")
     _run(model, jobs, settings, options)
-
-
-def _sampling(options: Mapping[str, Any]) -> dict[str, Any]:
-    """What was given, under the names of `SamplingParams`."""
-    given = {name: options[name] for name in _GIVEN if options[name] not in (None, ())}
-    if given["max_tokens"] == "none":
-        given["max_tokens"] = None
-    idle = [f"--{name.replace('_', '-')}" for name in _RANDOM if name in given]
-    if idle and given["temperature"] == 0:
-        _log.warning("%s: no effect at --temperature 0, which always takes the most probable token", ", ".join(idle))
-    return given
 
 
 def _stdin(prompts: Sequence[str]) -> tuple[str, ...]:

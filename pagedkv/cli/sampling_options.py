@@ -1,0 +1,78 @@
+"""The options that say how tokens are drawn, the same for every command that answers prompts."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import click
+
+_log = logging.getLogger("pagedkv.cli")
+_RANDOM = ("top_p", "top_k", "min_p", "seed")
+
+
+def _token_limit(text: str) -> int | str:
+    """A number of tokens, or the word none: None itself would mean that nothing was given."""
+    if text.lower() == "none":
+        return "none"
+    try:
+        return int(text)
+    except ValueError:
+        raise click.BadParameter(f"{text!r} is neither a number of tokens nor none") from None
+
+
+OPTIONS: Mapping[str, Mapping[str, Any]] = {
+    "max_tokens": {
+        "type": _token_limit,
+        "show_default": True,
+        "metavar": "N",
+        "help": "Tokens of an answer, at most; none: as many as model and cache allow.",
+    },
+    "min_tokens": {"type": int, "metavar": "N", "help": "Tokens before an end token may come."},
+    "temperature": {
+        "type": float,
+        "default": 0.0,
+        "metavar": "T",
+        "help": "How freely tokens are drawn. Default 0: always the most probable one, so that an answer can be "
+        "repeated.",
+    },
+    "top_p": {"type": float, "metavar": "P", "help": "Draw from the most probable tokens that make up P."},
+    "top_k": {"type": int, "metavar": "K", "help": "Draw from the K most probable tokens."},
+    "min_p": {"type": float, "metavar": "P", "help": "Drop tokens less probable than P times the best one."},
+    "seed": {"type": int, "metavar": "N", "help": "Seed of the draws; else --engine-seed decides."},
+    "stop_token_ids": {"type": int, "multiple": True, "metavar": "ID", "help": "An end id more."},
+    "ignore_eos": {"is_flag": True, "help": "Go on after the model's end token."},
+}
+"""Field of `SamplingParams` -> how its flag reads it, in the order of the help text."""
+
+_FLAGS = {"stop_token_ids": "--stop-token-id"}
+
+
+def sampling_options(max_tokens: int | str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Give a command these options; those that were given arrive as the keyword `sampling`, a dict."""
+
+    def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(command)
+        def with_sampling(*args: Any, **kwargs: Any) -> Any:
+            return command(*args, sampling=_given({name: kwargs.pop(name) for name in OPTIONS}), **kwargs)
+
+        for name, settings in reversed(list(OPTIONS.items())):
+            flag = _FLAGS.get(name, f"--{name.replace('_', '-')}")
+            default = {"default": str(max_tokens)} if name == "max_tokens" else {}
+            with_sampling = click.option(flag, name, **{**settings, **default})(with_sampling)
+        return with_sampling
+
+    return decorate
+
+
+def _given(options: Mapping[str, Any]) -> dict[str, Any]:
+    """What was given, under the names of `SamplingParams`."""
+    given = {name: value for name, value in options.items() if value not in (None, ())}
+    if given["max_tokens"] == "none":
+        given["max_tokens"] = None
+    idle = [f"--{name.replace('_', '-')}" for name in _RANDOM if name in given]
+    if idle and given["temperature"] == 0:
+        _log.warning("%s: no effect at --temperature 0, which always takes the most probable token", ", ".join(idle))
+    return given
