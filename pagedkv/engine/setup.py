@@ -95,7 +95,7 @@ def _load(
     _log.info("memory budget\n%s", memory.table())
     _log_features(config, choice, memory, max_model_len)
     tokenizer = None if config.skip_tokenizer_init else checkpoint.tokenizer()
-    model = NativeDecoder.load(checkpoint, backend, choice.dtype, progress=progress)
+    model = NativeDecoder.load(checkpoint, backend, choice.dtype, progress=progress, max_model_len=max_model_len)
     pool = backend.alloc_pool(dataclasses.replace(spec, num_blocks=memory.num_blocks))
     fingerprint = repr((str(checkpoint.path), choice.dtype, choice.kv_dtype, choice.block_size)).encode()
     scheduler = Scheduler(_scheduler_config(config, memory, choice, max_model_len), fingerprint)

@@ -61,8 +61,16 @@ class Packer:
         self.nbytes = 0
 
     def plain(self, name: str) -> Tensor:
-        """The weight of a norm or an embedding table, kept as it is."""
-        tensor = self._read(name)
+        """A table, kept as it is."""
+        return self._keep(self._read(name))
+
+    def norm(self, name: str) -> Tensor:
+        """The weight of a norm as it is multiplied with: in float32 where the family applies it before rounding."""
+        config = self._checkpoint.config
+        weight = self._read(name, torch.float32 if config.wide_norms else None)
+        return self._keep(weight + config.norm_offset if config.norm_offset else weight)
+
+    def _keep(self, tensor: Tensor) -> Tensor:
         self.nbytes += tensor.nbytes
         return tensor
 
@@ -89,8 +97,8 @@ class Packer:
         n, k = weight.shape
         return resolve(self._backend, "linear", OpSpec(dtype=self._dtype, dims={"n": n, "k": k}))
 
-    def _read(self, name: str) -> Tensor:
-        tensor = self._checkpoint.tensor(name, self._torch_dtype)
+    def _read(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
+        tensor = self._checkpoint.tensor(name, dtype or self._torch_dtype)
         if tuple(tensor.shape) != self._shapes[name]:
             raise ModelError(
                 f"tensor {name} has shape {list(tensor.shape)}, but its config asks for {list(self._shapes[name])}; "

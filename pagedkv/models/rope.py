@@ -20,10 +20,11 @@ class RopeTable:
     Entries are computed on the host in float64 from float32 angles and rounded once, so an entry's bits depend neither
     on the device nor on when the table grew. Where positions live on the host the table grows as they come; elsewhere
     it is made whole up to `max_position`, because looking at positions there would wait for the device.
+    `max_position` is the most positions that will ever be asked for; a longrope depends on it.
     """
 
     def __init__(self, rope: RopeConfig, max_position: int, device: str) -> None:
-        self._inverse, self._scaling = inverse_frequencies(rope)
+        self._inverse, self._scaling = inverse_frequencies(rope, max_position)
         self._device = torch.device(device)
         self._on_host = self._device.type == "cpu"
         self._cos = self._sin = torch.empty(0, rope.dim // 2, device=self._device)
@@ -59,8 +60,12 @@ class RopeTable:
         return cos.to(self._device), sin.to(self._device)
 
 
-def inverse_frequencies(rope: RopeConfig) -> tuple[Tensor, float]:
-    """Inverse frequencies [dim / 2] in float32 and the factor for cos and sin, both as transformers computes them."""
+def inverse_frequencies(rope: RopeConfig, max_position: int = 0) -> tuple[Tensor, float]:
+    """Inverse frequencies [dim / 2] in float32 and the factor for cos and sin, both as transformers computes them.
+
+    A longrope takes its long factors where `max_position` exceeds its original length, for short texts too: keys that
+    are in the cache cannot be turned anew when a text grows past that length.
+    """
     exponents = torch.arange(0, rope.dim, 2, dtype=torch.float32) / rope.dim
     powers = rope.theta**exponents
     scaling = 1.0
@@ -72,8 +77,10 @@ def inverse_frequencies(rope: RopeConfig) -> tuple[Tensor, float]:
         inverse = _llama3(1.0 / powers, rope)
     elif rope.kind == "yarn":
         inverse, scaling = _yarn(powers, rope), yarn_attention_factor(rope)
+    elif rope.kind == "longrope":
+        inverse, scaling = 1.0 / (_longrope_factors(rope, max_position) * powers), longrope_attention_factor(rope)
     else:
-        raise ModelError(f"rope kind {rope.kind!r} is not known; default, linear, llama3 and yarn are")
+        raise ModelError(f"rope kind {rope.kind!r} is not known; default, linear, llama3, yarn and longrope are")
     if rope.freq_factors is not None:
         inverse = inverse / torch.tensor(rope.freq_factors, dtype=torch.float32)
     return inverse, scaling
@@ -89,6 +96,19 @@ def _llama3(inverse: Tensor, rope: RopeConfig) -> Tensor:
     blended = (1 - blend) * stretched / rope.factor + blend * stretched
     between = (wavelength >= original / high) & (wavelength <= original / low)
     return torch.where(between, blended, stretched)
+
+
+def _longrope_factors(rope: RopeConfig, max_position: int) -> Tensor:
+    long = max_position > _given(rope.original_max_position, "original_max_position_embeddings")
+    return torch.tensor(rope.long_factors if long else rope.short_factors, dtype=torch.float32)
+
+
+def longrope_attention_factor(rope: RopeConfig) -> float:
+    """What cos and sin are multiplied by: given, or sqrt(1 + ln(factor) / ln(original)). Source: Ding et al. 2024."""
+    if rope.attention_factor is not None:
+        return rope.attention_factor
+    original = _given(rope.original_max_position, "original_max_position_embeddings")
+    return 1.0 if rope.factor <= 1 else math.sqrt(1 + math.log(rope.factor) / math.log(original))
 
 
 def _yarn(powers: Tensor, rope: RopeConfig) -> Tensor:

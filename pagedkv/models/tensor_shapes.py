@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 
 from pagedkv.api.errors import ModelError
-from pagedkv.models.config import ModelConfig
+from pagedkv.models.config import ExpertsConfig, ModelConfig
 
 Shape = tuple[int, ...]
 MAX_LISTED = 5
@@ -19,23 +19,43 @@ def tensor_shapes(config: ModelConfig) -> dict[str, Shape]:
     }
     if not config.tie_word_embeddings:
         shapes["lm_head.weight"] = (config.vocab_size, config.hidden_size)
-    layer = _layer_shapes(config)
+    attention = _attention_shapes(config)
     for index in range(config.num_layers):
+        layer = attention | _mlp_shapes(config, config.experts_of(index))
         shapes.update({f"model.layers.{index}.{name}": shape for name, shape in layer.items()})
     return shapes
 
 
-def _layer_shapes(config: ModelConfig) -> dict[str, Shape]:
-    hidden, inner, head_dim = config.hidden_size, config.intermediate_size, config.head_dim
+def _attention_shapes(config: ModelConfig) -> dict[str, Shape]:
+    hidden, head_dim = config.hidden_size, config.head_dim
     q, kv = config.num_heads * head_dim, config.num_kv_heads * head_dim
-    shapes: dict[str, Shape] = {"input_layernorm.weight": (hidden,), "post_attention_layernorm.weight": (hidden,)}
-    attention = {"self_attn.q_proj": (q, hidden), "self_attn.k_proj": (kv, hidden), "self_attn.v_proj": (kv, hidden)}
-    shapes |= _linear(attention, config.qkv_bias)
+    norms = ["input", "post_attention", *(["pre_feedforward", "post_feedforward"] if config.post_norms else [])]
+    shapes: dict[str, Shape] = {f"{name}_layernorm.weight": (hidden,) for name in norms}
+    heads = {"self_attn.q_proj": (q, hidden), "self_attn.k_proj": (kv, hidden), "self_attn.v_proj": (kv, hidden)}
+    shapes |= _linear({"self_attn.qkv_proj": (q + 2 * kv, hidden)} if config.fused else heads, config.qkv_bias)
     shapes |= _linear({"self_attn.o_proj": (hidden, q)}, config.o_bias)
-    mlp = {"mlp.gate_proj": (inner, hidden), "mlp.up_proj": (inner, hidden), "mlp.down_proj": (hidden, inner)}
-    shapes |= _linear(mlp, config.mlp_bias)
     if config.qk_norm:
         shapes |= {"self_attn.q_norm.weight": (head_dim,), "self_attn.k_norm.weight": (head_dim,)}
+    return shapes
+
+
+def _mlp_shapes(config: ModelConfig, experts: ExpertsConfig | None) -> dict[str, Shape]:
+    hidden, inner = config.hidden_size, config.intermediate_size
+    if experts is not None:
+        return _experts_shapes(hidden, experts)
+    first = {"mlp.gate_proj": (inner, hidden), "mlp.up_proj": (inner, hidden)}
+    if config.fused:
+        first = {"mlp.gate_up_proj": (2 * inner, hidden)}
+    return _linear(first | {"mlp.down_proj": (hidden, inner)}, config.mlp_bias)
+
+
+def _experts_shapes(hidden: int, experts: ExpertsConfig) -> dict[str, Shape]:
+    (gate, up, down), inner = experts.names, experts.intermediate_size
+    shapes: dict[str, Shape] = {f"{experts.block}.gate.weight": (experts.num, hidden)}
+    for index in range(experts.num):
+        prefix = f"{experts.block}.experts.{index}"
+        matrices = {f"{prefix}.{gate}": (inner, hidden), f"{prefix}.{up}": (inner, hidden)}
+        shapes |= _linear(matrices | {f"{prefix}.{down}": (hidden, inner)}, bias=False)
     return shapes
 
 

@@ -10,6 +10,7 @@ matrix product does with the number of rows is its library's choice.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -46,15 +47,16 @@ class Linear:
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """`rms_norm`: x / sqrt(mean(x^2) + eps), rounded to x's dtype, times weight. x [..., D], weight [D]. Dims: dim.
 
-    Source: Zhang and Sennrich 2019; the rounding before the weight is that of transformers' Llama.
+    With the attribute wide=True the weight is float32 whatever x is, and is applied before rounding.
+    Source: Zhang and Sennrich 2019; the two orders of rounding are those of transformers' Llama and Gemma.
     """
     wide = x.float()
-    scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
-    return weight * (wide * scale).to(x.dtype)
+    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    return weight * wide.to(x.dtype) if weight.dtype == x.dtype else (wide * weight).to(x.dtype)
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """`add_rms_norm`: residual += x in place, then rms_norm of the sum. x, residual [T, D]. Dims: dim."""
+    """`add_rms_norm`: residual += x in place, then rms_norm of the sum. x, residual [T, D]. Dims, attributes: same."""
     residual.add_(x)
     return rms_norm(residual, weight, eps)
 
@@ -83,10 +85,27 @@ def silu_mul(x: Tensor) -> Tensor:
     """`silu_mul`: silu(gate) * up of x = [gate, up] [T, 2 I] -> [T, I], silu(g) = g / (1 + exp(-g)). Dims: dim = I."""
     gate, up = x.chunk(2, dim=-1)
     # Not F.silu: the bits of its last few entries depend on the shape of the whole tensor.
-    wide = gate.neg().float()
-    wide.exp_().add_(1.0)
-    torch.div(gate, wide, out=wide)
-    return wide.to(x.dtype).mul_(up)
+    return _gated(gate, gate.neg().float(), up)
+
+
+def gelu_tanh_mul(x: Tensor) -> Tensor:
+    """`gelu_tanh_mul`: gelu(gate) * up of x = [gate, up] [T, 2 I] -> [T, I], gelu by its tanh form. Dims: dim = I.
+
+    g / 2 (1 + tanh u) = g / (1 + exp(-2 u)) with u = sqrt(2 / pi) (g + 0.044715 g^3). Source: Hendrycks and Gimpel
+    2016.
+    """
+    gate, up = x.chunk(2, dim=-1)
+    return _gated(gate, gate.float().square().mul_(0.044715).add_(1.0).mul_(gate).mul_(_GELU), up)
+
+
+_GELU = -2.0 * math.sqrt(2.0 / math.pi)
+
+
+def _gated(gate: Tensor, exponent: Tensor, up: Tensor) -> Tensor:
+    """gate / (1 + exp(exponent)), rounded, times up; `exponent` [T, I] float32 is overwritten."""
+    exponent.exp_().add_(1.0)
+    torch.div(gate, exponent, out=exponent)
+    return exponent.to(gate.dtype).mul_(up)
 
 
 def embedding(ids: Tensor, table: Tensor) -> Tensor:
@@ -100,5 +119,6 @@ REFERENCE: Mapping[str, Callable[..., Any]] = {
     "add_rms_norm": add_rms_norm,
     "rope": rope,
     "silu_mul": silu_mul,
+    "gelu_tanh_mul": gelu_tanh_mul,
     "embedding": embedding,
 }

@@ -7,8 +7,11 @@ from typing import Any
 import pytest
 import torch
 
+from pagedkv import LLM
 from tests.helpers.engine_rig import (
+    SETTINGS,
     engine,
+    folder,
     greedy,
     kept_logits,
     some_prompts,
@@ -16,7 +19,7 @@ from tests.helpers.engine_rig import (
     transformers_greedy,
     transformers_logits,
 )
-from tests.helpers.tiny_models import BOS, FAMILIES
+from tests.helpers.tiny_models import BOS, FAMILIES, hf_greedy
 
 COUNT = 9
 PROMPTS = [[BOS, *ids] for ids in some_prompts((0, 3, 7, 12, 30))]
@@ -41,7 +44,9 @@ def test_a_family_gives_what_transformers_gives(family: str, shape: int) -> None
         assert [o.num_cached_tokens for o in again] == [(len(p) - 1) // size * size for p in PROMPTS]
 
 
-@pytest.mark.parametrize(("family", "size"), [("llama_bias", 3), ("mistral_window", 4), ("qwen3", 16)])
+@pytest.mark.parametrize(
+    ("family", "size"), [("llama_bias", 3), ("mistral_window", 4), ("qwen3", 16), ("mixtral", 3), ("smollm3", 4)]
+)
 def test_one_after_another_without_a_cache(family: str, size: int) -> None:
     with engine(family, block_size=size, enable_prefix_caching=False) as llm:
         for prompt in PROMPTS:
@@ -51,7 +56,9 @@ def test_one_after_another_without_a_cache(family: str, size: int) -> None:
         assert llm.engine.scheduler.pool.num_cached == 0
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2_window", "qwen3_bias"])
+@pytest.mark.parametrize(
+    "family", ["llama", "qwen2_window", "qwen3_bias", "gemma2", "gemma3", "phi3_longrope", "qwen3_moe_mixed", "granite"]
+)
 @pytest.mark.parametrize("tokens", [7, 64])
 def test_the_engines_logits_are_those_of_transformers(family: str, tokens: int) -> None:
     with engine(family, max_num_batched_tokens=tokens, max_num_seqs=5) as llm:
@@ -64,3 +71,17 @@ def test_the_engines_logits_are_those_of_transformers(family: str, tokens: int) 
                 for n in range(len(output.prompt_token_ids), len(ids)):
                     torch.testing.assert_close(kept[str(number), n], expected[n - 1], atol=1e-4, rtol=1e-4)
             assert len(kept) == len(PROMPTS) * COUNT
+
+
+def test_longrope_past_its_original_length_is_turned_for_long_texts() -> None:
+    """transformers decides by each text's length; the engine by the longest it accepts, so that keys stay valid."""
+    changes = {"max_position_embeddings": 256}
+    long = [[BOS, *ids] for ids in some_prompts((70, 90))]
+    short = PROMPTS[3]
+    home = folder("phi3_longrope", **changes)
+    with LLM(home, **SETTINGS) as llm:
+        outputs = llm.generate(long, greedy(COUNT), use_tqdm=False)
+        assert token_ids(outputs) == [hf_greedy(home, prompt, COUNT) for prompt in long]
+    with LLM(home, **SETTINGS | {"max_model_len": 64}) as llm:
+        (output,) = llm.generate(short, greedy(COUNT), use_tqdm=False)
+        assert output.outputs[0].token_ids == hf_greedy(home, short, COUNT)

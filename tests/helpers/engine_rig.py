@@ -35,9 +35,9 @@ def _home() -> Path:
 
 
 @functools.cache
-def folder(family: str = "llama") -> Path:
+def folder(family: str = "llama", **overrides: Any) -> Path:
     """A tiny model's folder, made once for all tests: read it, never write to it."""
-    return tiny_model(_home(), family)
+    return tiny_model(_home(), family, **overrides)
 
 
 @contextmanager

@@ -97,6 +97,8 @@ class DenseAttention:
         group = spec.q_heads // spec.kv_heads
         keys, values = (t.double().repeat_interleave(group, dim=1) for t in (k, v))
         scores = torch.einsum("thd,shd->hts", q.double(), keys) * spec.scale
+        if spec.softcap is not None:
+            scores = torch.tanh(scores / spec.softcap) * spec.softcap
         scores.masked_fill_(~_visible(spec, q.shape[0], k.shape[0]), float("-inf"))
         out.copy_(torch.einsum("hts,shd->thd", scores.softmax(-1), values))
 

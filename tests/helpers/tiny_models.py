@@ -41,6 +41,70 @@ FAMILIES: Mapping[str, dict[str, Any]] = {
     },
     "qwen3": {"model_type": "qwen3", "head_dim": 16, "tie_word_embeddings": True},
     "qwen3_bias": {"model_type": "qwen3", "head_dim": 8, "attention_bias": True, "num_key_value_heads": 4},
+    "gemma2": {
+        "model_type": "gemma2",
+        "head_dim": 16,
+        "query_pre_attn_scalar": 24,
+        "sliding_window": 5,
+        "attn_logit_softcapping": 4.0,
+        "final_logit_softcapping": 20.0,
+    },
+    "gemma3": {
+        "model_type": "gemma3_text",
+        "head_dim": 8,
+        "query_pre_attn_scalar": 10,
+        "sliding_window": 4,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 300.0},
+        },
+    },
+    "phi3": {"model_type": "phi3", "pad_token_id": 0, "sliding_window": 20},
+    "phi3_longrope": {
+        "model_type": "phi3",
+        "pad_token_id": 0,
+        "num_attention_heads": 3,
+        "num_key_value_heads": 1,
+        "tie_word_embeddings": True,
+        "max_position_embeddings": 64,
+        "original_max_position_embeddings": 64,
+        "rope_parameters": {
+            "rope_type": "longrope",
+            "rope_theta": 10000.0,
+            "partial_rotary_factor": 0.75,
+            "factor": 4.0,
+            "short_factor": [1.0, 1.05, 1.1, 1.2, 1.4, 1.6],
+            "long_factor": [1.0, 1.3, 2.0, 3.5, 6.0, 11.0],
+        },
+    },
+    "mixtral": {"model_type": "mixtral", "num_local_experts": 5, "num_experts_per_tok": 2},
+    "qwen3_moe": {
+        "model_type": "qwen3_moe",
+        "head_dim": 16,
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 24,
+        "norm_topk_prob": True,
+    },
+    "qwen3_moe_mixed": {
+        "model_type": "qwen3_moe",
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 40,
+        "mlp_only_layers": [1],
+        "tie_word_embeddings": True,
+    },
+    "granite": {
+        "model_type": "granite",
+        "embedding_multiplier": 3.0,
+        "residual_multiplier": 0.6,
+        "attention_multiplier": 0.11,
+        "logits_scaling": 2.5,
+        "attention_bias": True,
+        "tie_word_embeddings": True,
+    },
+    "smollm3": {"model_type": "smollm3", "pad_token_id": 0, "no_rope_layer_interval": 2},
 }
 """Named variants: what each adds to a small common configuration."""
 
@@ -75,17 +139,18 @@ def build_model(family: str = "llama", *, seed: int = 0, **overrides: Any) -> An
 @torch.no_grad()
 def _randomize(model: Any, seed: int) -> None:
     """Every parameter from one seed: norms near 1, biases visible, embeddings and matrices wide."""
+    gemma = model.config.model_type.startswith("gemma")  # its norms add 1, its embeddings are scaled
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in sorted(model.named_parameters()):
         noise = torch.randn(parameter.shape, generator=generator)
         if "norm" in name:
-            parameter.copy_(1.0 + 0.2 * noise)
+            parameter.copy_(0.2 * noise if gemma else 1.0 + 0.2 * noise)
         elif name.endswith("bias"):
             parameter.copy_(0.3 * noise)
         elif "embed" in name or "lm_head" in name:
-            parameter.copy_(0.4 * noise)
+            parameter.copy_((0.1 if gemma else 0.4) * noise)
         else:
-            parameter.copy_(1.5 * parameter.shape[1] ** -0.5 * noise)
+            parameter.copy_(1.5 * parameter.shape[-1] ** -0.5 * noise)
 
 
 def write_tokenizer(folder: Path) -> None:

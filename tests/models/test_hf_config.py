@@ -100,13 +100,22 @@ def test_what_transformers_itself_writes_is_read(tmp_path: Path, family: str) ->
     model = build_model(family)
     model.config.save_pretrained(tmp_path)
     config = parse_hf_config(json.loads((tmp_path / "config.json").read_text()), None)
-    attention = model.model.layers[0].self_attn
-    assert config.num_heads * config.head_dim == attention.q_proj.out_features
-    assert config.num_kv_heads * config.head_dim == attention.k_proj.out_features
-    assert config.qkv_bias == (attention.k_proj.bias is not None)
-    assert config.o_bias == (attention.o_proj.bias is not None)
-    assert config.mlp_bias == (model.model.layers[0].mlp.down_proj.bias is not None)
+    attention, mlp = model.model.layers[0].self_attn, model.model.layers[0].mlp
+    assert config.num_heads * config.head_dim == attention.o_proj.in_features
     assert config.qk_norm == hasattr(attention, "q_norm")
+    assert config.o_bias == (attention.o_proj.bias is not None)
+    assert config.fused == hasattr(attention, "qkv_proj") == hasattr(mlp, "gate_up_proj")
+    if not config.fused:
+        assert config.num_kv_heads * config.head_dim == attention.k_proj.out_features
+        assert config.qkv_bias == (attention.k_proj.bias is not None)
+    if config.experts_of(0) is None:
+        assert config.mlp_bias == (mlp.down_proj.bias is not None)
+    else:
+        assert mlp.experts.down_proj.shape == (
+            config.experts.num,
+            config.hidden_size,
+            config.experts.intermediate_size,
+        )
 
 
 def test_end_ids_of_both_files_all_count() -> None:
@@ -150,7 +159,8 @@ def test_fields_that_are_known_at_their_neutral_value_only(field: str, neutral: 
 
 
 def test_other_kinds_of_model_are_refused_by_name() -> None:
-    _refused(_with(model_type="gemma3_text"), "gemma3_text", "llama")
+    _refused(_with(model_type="gemma"), "gemma", "llama")
+    _refused(_with(model_type="gemma3", text_config={}, vision_config={}), "gemma3", "text_config", "text-only")
     _refused(_with(model_type=None), "model_type")
     _refused(_with(architectures=["LlamaForSequenceClassification"]), "LlamaForSequenceClassification")
     _refused(_with(architectures=["Qwen2ForCausalLM"]), "Qwen2ForCausalLM")
@@ -307,3 +317,169 @@ def test_what_a_family_leaves_out() -> None:
     qwen3 = _with(model_type="qwen3", architectures=["Qwen3ForCausalLM"])
     assert parse_hf_config(qwen3, None).head_dim == 128
     assert parse_hf_config(_with(qwen3, head_dim=32), None).qk_norm
+
+
+GEMMA2 = {
+    **{name: value for name, value in LLAMA.items() if name != "hidden_act"},
+    "model_type": "gemma2",
+    "architectures": ["Gemma2ForCausalLM"],
+    "head_dim": 16,
+    "hidden_act": "gelu_pytorch_tanh",
+    "hidden_activation": "gelu_pytorch_tanh",
+    "query_pre_attn_scalar": 64,
+    "sliding_window": 32,
+    "attn_logit_softcapping": 50.0,
+    "final_logit_softcapping": 30.0,
+    "cache_implementation": "hybrid",
+}
+GEMMA3 = {
+    **{name: value for name, value in GEMMA2.items() if "softcapping" not in name},
+    "model_type": "gemma3_text",
+    "architectures": ["Gemma3ForCausalLM"],
+    "attn_logit_softcapping": None,
+    "final_logit_softcapping": None,
+    "rope_theta": 1000000,
+    "rope_local_base_freq": 10000,
+    "sliding_window_pattern": 2,
+    "num_hidden_layers": 4,
+}
+PHI3 = {
+    **LLAMA,
+    "model_type": "phi3",
+    "architectures": ["Phi3ForCausalLM"],
+    "auto_map": {
+        "AutoConfig": "configuration_phi3.Phi3Config",
+        "AutoModelForCausalLM": "modeling_phi3.Phi3ForCausalLM",
+    },
+    "max_position_embeddings": 512,
+    "original_max_position_embeddings": 128,
+    "rope_scaling": {"type": "su", "short_factor": [1.0] * 8, "long_factor": [2] * 8},
+    "embd_pdrop": 0.0,
+    "resid_pdrop": 0.0,
+    "sliding_window": 100,
+}
+MIXTRAL = {
+    **LLAMA,
+    "model_type": "mixtral",
+    "architectures": ["MixtralForCausalLM"],
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+    "output_router_logits": False,
+    "router_aux_loss_coef": 0.02,
+    "sliding_window": None,
+}
+QWEN3_MOE = {
+    **LLAMA,
+    "model_type": "qwen3_moe",
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "num_experts": 16,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 24,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "max_window_layers": 2,
+    "use_sliding_window": False,
+    "sliding_window": None,
+}
+GRANITE = {
+    **LLAMA,
+    "model_type": "granite",
+    "architectures": ["GraniteForCausalLM"],
+    "embedding_multiplier": 12,
+    "residual_multiplier": 0.22,
+    "attention_multiplier": 0.015625,
+    "logits_scaling": 8.0,
+}
+SMOLLM3 = {
+    **LLAMA,
+    "model_type": "smollm3",
+    "architectures": ["SmolLM3ForCausalLM"],
+    "num_hidden_layers": 8,
+    "no_rope_layer_interval": 4,
+    "no_rope_layers": [1, 1, 1, 0, 1, 1, 1, 0],
+    "max_window_layers": 28,
+    "use_sliding_window": False,
+    "sliding_window": None,
+}
+
+
+def test_gemma() -> None:
+    two = parse_hf_config(GEMMA2, None)
+    assert (two.windows, two.attention_softcap, two.logit_softcap) == ((32, None), 50.0, 30.0)
+    assert (two.attention_scale, two.embedding_multiplier, two.norm_offset) == (0.125, 8.0, 1.0)
+    assert (two.tie_word_embeddings, two.post_norms, two.activation) == (True, True, "gelu_tanh")
+    absent = parse_hf_config({k: v for k, v in GEMMA2.items() if "softcapping" not in k}, None)
+    assert (absent.attention_softcap, absent.logit_softcap) == (50.0, 30.0), "what transformers assumes"
+    assert parse_hf_config(_with(GEMMA2, attn_logit_softcapping=None), None).attention_softcap is None
+    three = parse_hf_config(GEMMA3, None)
+    assert three.windows == (32, None, 32, None)
+    assert (three.attention_softcap, three.logit_softcap, three.qk_norm) == (None, None, True)
+    thetas = [rope.theta for i in range(4) if (rope := three.rope_of(i)) is not None]
+    assert thetas == [1e4, 1e6, 1e4, 1e6]
+    scaled = parse_hf_config(_with(GEMMA3, rope_scaling={"rope_type": "linear", "factor": 8.0}), None)
+    assert (scaled.rope.factor, scaled.local_rope) == (8.0, three.local_rope)
+    nested = {
+        "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    }
+    newer = {k: v for k, v in GEMMA3.items() if not k.startswith("rope_")} | {"rope_parameters": nested}
+    assert parse_hf_config(newer, None) == scaled
+    _refused(_with(GEMMA2, hidden_activation="relu"), "hidden_activation")
+    _refused(_with(GEMMA2, use_bidirectional_attention=True), "use_bidirectional_attention")
+    _refused(_with(GEMMA3, attn_logit_softcapping=50.0), "attn_logit_softcapping")
+    nested["sliding_attention"]["rope_type"] = "linear"
+    _refused(newer, "rope_type")
+
+
+def test_phi3() -> None:
+    config = parse_hf_config(PHI3, None)
+    assert (config.rope.kind, config.rope.factor, config.rope.original_max_position) == ("longrope", 4.0, 128)
+    assert (config.rope.short_factors, config.rope.long_factors) == ((1.0,) * 8, (2.0,) * 8)
+    assert (config.fused, config.windows, config.max_position) == (True, (100, 100), 512)
+    quarter = dict(PHI3["rope_scaling"], short_factor=[1.0] * 6, long_factor=[1.0] * 6)
+    assert parse_hf_config(_with(PHI3, partial_rotary_factor=0.75, rope_scaling=quarter), None).rope.dim == 12
+    plain = parse_hf_config(_with(PHI3, rope_scaling=None), None)
+    assert (plain.rope.kind, plain.rope.dim) == ("default", 16)
+    _refused(_with(PHI3, rope_scaling={"type": "su", "short_factor": [1.0] * 8}), "long_factor", "8 numbers")
+    _refused(_with(PHI3, rope_scaling=dict(PHI3["rope_scaling"], long_factor=[0.0] * 8)), "long_factor")
+    _refused(_with(PHI3, auto_map={"AutoModelForCausalLM": "other.Own"}), "auto_map")
+    _refused(_with(LLAMA, rope_scaling=PHI3["rope_scaling"]), "su")
+
+
+def test_experts() -> None:
+    mixtral = parse_hf_config(MIXTRAL, None)
+    assert mixtral.experts is not None
+    assert (mixtral.experts.num, mixtral.experts.per_token, mixtral.experts.intermediate_size) == (8, 2, 96)
+    assert (mixtral.experts.normalize, mixtral.rope.theta, mixtral.windows) == (True, 1e6, (None, None))
+    attention, mlp = 64 * 16 * 2 * (4 + 2), 8 * 64 * (3 * 96 + 1)
+    assert mixtral.num_parameters == 2 * (attention + mlp) + 2 * 1000 * 64
+    qwen = parse_hf_config(QWEN3_MOE, None)
+    assert qwen.experts is not None
+    assert (qwen.experts.num, qwen.experts.per_token, qwen.experts.normalize) == (16, 4, True)
+    renamed = {("num_local_experts" if k == "num_experts" else k): v for k, v in QWEN3_MOE.items()}
+    assert parse_hf_config(renamed, None) == qwen
+    mixed = parse_hf_config(_with(QWEN3_MOE, num_hidden_layers=6, decoder_sparse_step=2, mlp_only_layers=[1]), None)
+    assert [mixed.experts_of(i) is not None for i in range(6)] == [False, False, False, True, False, True]
+    _refused(_with(MIXTRAL, num_experts_per_tok=9), "num_experts_per_tok", "8")
+    _refused(_with(QWEN3_MOE, mlp_only_layers="all"), "mlp_only_layers")
+    _refused(_with(QWEN3_MOE, shared_expert_intermediate_size=8), "shared_expert_intermediate_size = 8")
+    windowed = parse_hf_config(_with(QWEN3_MOE, use_sliding_window=True, sliding_window=8), None)
+    assert windowed.windows == (8, 8)
+
+
+def test_granite_and_smollm3() -> None:
+    granite = parse_hf_config(GRANITE, None)
+    assert (granite.embedding_multiplier, granite.residual_multiplier) == (12.0, 0.22)
+    assert (granite.attention_scale, granite.logit_divisor) == (0.015625, 8.0)
+    assert granite.layer_specs()[0].scale == 0.015625
+    _refused(_with(GRANITE, logits_scaling=0), "logits_scaling")
+    _refused(_with(LLAMA, embedding_multiplier=2.0), "embedding_multiplier")
+    smol = parse_hf_config(SMOLLM3, None)
+    assert (smol.no_rope_layers, smol.tie_word_embeddings, smol.rope.theta) == ((3, 7), True, 2e6)
+    assert [smol.rope_of(i) is None for i in range(8)] == [False, False, False, True] * 2
+    derived = parse_hf_config({k: v for k, v in SMOLLM3.items() if k != "no_rope_layers"}, None)
+    assert derived == smol
+    windowed = parse_hf_config(_with(SMOLLM3, use_sliding_window=True, sliding_window=9), None)
+    assert windowed.windows == (None, None, None, 9) * 2
+    _refused(_with(SMOLLM3, no_rope_layers=[1, 1]), "no_rope_layers", "8 entries")

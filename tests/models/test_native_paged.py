@@ -34,6 +34,7 @@ class Sequences:
         group = GroupSpec(layers=model.config.layer_specs(), block_size=block_size, kv_dtype="fp32")
         limits = Limits(rows=2, tokens=sum(LENGTHS), context=max(LENGTHS))
         needed = {"batch_invariant", *(["window"] if any(model.config.windows) else [])}
+        needed |= {"softcap"} if model.config.attention_softcap else set()
         self.pool = backend.alloc_pool(
             PoolSpec(
                 groups=(group,),
@@ -89,8 +90,23 @@ def _run(model: NativeDecoder, backend: AttentionBackend, size: int, ids: list[l
     return [torch.cat([p[i] for p in parts]) for i in range(2)]
 
 
-@pytest.mark.parametrize("family", ["llama_bias", "mistral_window", "qwen2_window", "qwen3"])
-@pytest.mark.parametrize("size", [1, 3, 4, 16])
+@pytest.mark.parametrize(
+    "family",
+    [
+        "llama_bias",
+        "mistral_window",
+        "qwen2_window",
+        "qwen3",
+        "gemma2",
+        "gemma3",
+        "phi3_longrope",
+        "mixtral",
+        "qwen3_moe_mixed",
+        "granite",
+        "smollm3",
+    ],
+)
+@pytest.mark.parametrize("size", [3, 16])
 def test_chunked_and_whole_give_transformers_logits(
     tmp_path: Path, backend: AttentionBackend, family: str, size: int
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -57,6 +58,49 @@ def test_tables_are_those_of_transformers_at_near_and_far_positions(kind: str) -
     torch.testing.assert_close(sin, expected_sin[0, :, :32], atol=1e-6, rtol=1e-6)
 
 
+@pytest.mark.parametrize("attention_factor", [None, 1.3])
+def test_longrope_takes_the_factors_of_the_longest_text(attention_factor: float | None) -> None:
+    from transformers import Phi3Config
+    from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding
+
+    short, long = [1.0 + 0.1 * i for i in range(12)], [1.0 + i for i in range(12)]
+    given = {} if attention_factor is None else {"attention_factor": attention_factor}
+    config = Phi3Config(
+        hidden_size=64,
+        num_attention_heads=2,
+        max_position_embeddings=4096,
+        original_max_position_embeddings=1024,
+        rope_parameters={
+            "rope_type": "longrope",
+            "rope_theta": 1e4,
+            "partial_rotary_factor": 0.75,
+            "short_factor": short,
+            "long_factor": long,
+            **given,
+        },
+    )
+    rope = RopeConfig(
+        theta=1e4,
+        dim=24,
+        kind="longrope",
+        factor=4.0,
+        original_max_position=1024,
+        short_factors=tuple(short),
+        long_factors=tuple(long),
+        attention_factor=attention_factor,
+    )
+    theirs = Phi3RotaryEmbedding(config)
+    for length in (1024, 1025):
+        positions = torch.arange(length)
+        cos, sin = RopeTable(rope, length, "cpu").lookup(positions)
+        expected_cos, expected_sin = theirs(torch.zeros(1), positions[None])
+        torch.testing.assert_close(cos, expected_cos[0, :, :12], atol=1e-6, rtol=1e-6)
+        torch.testing.assert_close(sin, expected_sin[0, :, :12], atol=1e-6, rtol=1e-6)
+    assert inverse_frequencies(rope, 1025)[1] == pytest.approx(
+        attention_factor or (1 + math.log(4) / math.log(1024)) ** 0.5
+    )
+
+
 def test_default_frequencies_by_hand() -> None:
     inverse, scaling = inverse_frequencies(RopeConfig(theta=10000.0, dim=8))
     assert inverse.tolist() == pytest.approx([1.0, 0.1, 0.01, 0.001])
@@ -97,5 +141,7 @@ def test_off_the_host_the_whole_table_is_made_at_once() -> None:
 def test_incomplete_or_unknown_kinds_are_refused() -> None:
     with pytest.raises(ModelError, match="low_freq_factor"):
         inverse_frequencies(RopeConfig(theta=1e4, dim=8, kind="llama3", factor=2.0, original_max_position=8))
-    with pytest.raises(ModelError, match="longrope"):
-        inverse_frequencies(RopeConfig(theta=1e4, dim=8, kind="longrope"))  # type: ignore[arg-type]
+    with pytest.raises(ModelError, match="original_max_position_embeddings"):
+        inverse_frequencies(RopeConfig(theta=1e4, dim=8, kind="longrope"))
+    with pytest.raises(ModelError, match="dynamic"):
+        inverse_frequencies(RopeConfig(theta=1e4, dim=8, kind="dynamic"))  # type: ignore[arg-type]

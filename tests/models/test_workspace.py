@@ -52,8 +52,11 @@ class PeakBytes(TorchDispatchMode):
         ("qwen3", {"head_dim": 64, "num_key_value_heads": 4}),
         ("llama", {"vocab_size": 8192}),
         ("llama", {"hidden_size": 256, "head_dim": 8, "intermediate_size": 16}),
+        ("gemma2", {"intermediate_size": 512}),
+        ("mixtral", {"intermediate_size": 256, "num_local_experts": 2}),
+        ("qwen3_moe", {"moe_intermediate_size": 16, "num_experts_per_tok": 8, "hidden_size": 256}),
     ],
-    ids=["mlp", "heads", "vocabulary", "hidden"],
+    ids=["mlp", "heads", "vocabulary", "hidden", "gemma", "experts", "many experts"],
 )
 def test_a_step_stays_below_the_bound(tmp_path: Path, family: str, sizes: dict[str, int], dtype: str) -> None:
     folder = tiny_model(tmp_path, family, max_position_embeddings=1024, **sizes)

@@ -40,6 +40,16 @@ def test_rms_norm(dtype: torch.dtype) -> None:
     _close(REFERENCE["rms_norm"](heads, weight, 0.5), _norm64(heads, weight, 0.5))
 
 
+def test_a_wide_weight_is_applied_before_rounding() -> None:
+    """Gemma's order: 1 + w in float32 times the normed vector, rounded once."""
+    x, weight = _random(50, 40, dtype=torch.bfloat16), 1.0 + 0.01 * _random(40, seed=1)
+    result = REFERENCE["rms_norm"](x, weight, 1e-6)
+    assert result.dtype == torch.bfloat16
+    assert (result == _norm64(x, weight, 1e-6).bfloat16()).float().mean() > 0.99
+    narrow = REFERENCE["rms_norm"](x, weight.bfloat16(), 1e-6)
+    assert (narrow == _norm64(x, weight, 1e-6).bfloat16()).float().mean() < 0.8
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_add_rms_norm_adds_in_place(dtype: torch.dtype) -> None:
     x, residual, weight = (_random(*s, dtype=dtype, seed=i) for i, s in enumerate([(5, 40), (5, 40), (40,)]))
@@ -80,6 +90,21 @@ def test_silu_mul(dtype: torch.dtype) -> None:
     assert torch.equal(x, before)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gelu_tanh_mul(dtype: torch.dtype) -> None:
+    x = _random(5, 62, dtype=dtype)
+    before = x.clone()
+    gate, up = x.double().chunk(2, dim=-1)
+    _close(REFERENCE["gelu_tanh_mul"](x), torch.nn.functional.gelu(gate, approximate="tanh") * up)
+    assert torch.equal(x, before)
+
+
+def test_gelu_tanh_mul_stays_finite_at_the_ends() -> None:
+    gate = torch.tensor([-3e38, -1e20, -100.0, -0.0, 100.0, 1e20, 3e38])
+    result = REFERENCE["gelu_tanh_mul"](torch.cat([gate, torch.ones(7)])[None])
+    assert torch.equal(result[0], torch.tensor([0.0, 0.0, 0.0, 0.0, 100.0, 1e20, 3e38]))
+
+
 def test_silu_mul_stays_finite_at_the_ends() -> None:
     gate = torch.tensor([-3e38, -100.0, -0.0, 100.0, 3e38])
     result = REFERENCE["silu_mul"](torch.cat([gate, torch.ones(5)])[None])
@@ -117,6 +142,7 @@ ROW_OPS: dict[str, Callable[[Tensor], Tensor]] = {
     "rms_norm": lambda x: REFERENCE["rms_norm"](x, torch.linspace(0.5, 2, x.shape[-1]), 1e-6),
     "add_rms_norm": lambda x: REFERENCE["add_rms_norm"](x, x.flip(-1), torch.linspace(0.5, 2, x.shape[-1]), 1e-6),
     "silu_mul": lambda x: REFERENCE["silu_mul"](torch.cat([x, x.flip(-1)], dim=-1)),
+    "gelu_tanh_mul": lambda x: REFERENCE["gelu_tanh_mul"](torch.cat([x, x.flip(-1)], dim=-1)),
     "rope": _rope_rows,
     "embedding": lambda x: REFERENCE["embedding"](torch.arange(len(x)), x),
 }
