@@ -202,7 +202,7 @@ def _check_types(file: GgufFile) -> None:
         listed = ", ".join(f"{name} ({count})" for name, count in kinds.most_common())
         raise ModelError(
             f"{file.path}: tensor types {', '.join(unreadable)} cannot be read; supported are "
-            f"{', '.join(READABLE_NAMES)}. The file holds {listed}. Get a Q8_0, Q4_0 or Q4_1 file of this model."
+            f"{', '.join(READABLE_NAMES)}. The file holds {listed}. Get a Q8_0, Q6_K or Q4_K file of this model."
         )
 
 

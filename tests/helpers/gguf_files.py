@@ -137,6 +137,17 @@ def _gguf_name(name: str) -> str:
     return f"blk.{index}.{_NAMES[inner]}.{kind}"
 
 
+def random_k_blocks(name: str, rows: int, columns: int, seed: int = 0, scale: float = 0.01) -> np.ndarray:
+    """Rows [rows, bytes] of a K type: random codes and group scales, block scales up to `scale`."""
+    size, count = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[name]]
+    rng = np.random.default_rng(seed)
+    blocks = rng.integers(0, 256, (rows, columns // size, count), np.uint8)
+    for at in (208,) if name == "Q6_K" else (0, 2):
+        halves = (rng.random((rows, columns // size, 1)) * scale).astype(np.float16)
+        blocks[:, :, at : at + 2] = halves.view(np.uint8)
+    return blocks.reshape(rows, -1)
+
+
 def tiny_tensors(seed: int = 0, layers: int = 3, vocab: int = VOCAB_SIZE) -> dict[str, np.ndarray]:
     """Random tensors that fit `ARCHITECTURE_KEYS`."""
     rng = np.random.default_rng(seed)

@@ -226,9 +226,9 @@ def test_unreadable_tensor_types_are_listed(tmp_path: Path) -> None:
     path = opened(tmp_path).path
     content = bytearray(path.read_bytes())
     at = content.index(b"blk.0.attn_q.weight") + len(b"blk.0.attn_q.weight") + 4 + 16
-    content[at] = 12  # Q4_K
+    content[at] = 11  # Q3_K
     path.write_bytes(content)
-    with pytest.raises(ModelError, match=r"tensor types Q4_K cannot be read; .*F32 \(28\), Q4_K \(1\)"):
+    with pytest.raises(ModelError, match=r"tensor types Q3_K cannot be read; .*F32 \(28\), Q3_K \(1\)"):
         GgufCheckpoint(path)
 
 
