@@ -32,6 +32,9 @@ DTYPES = {
 }
 """What users write for a dtype, and the contract's word for it; None leaves the choice to negotiation."""
 
+MODEL_IMPLS = ("auto", "native", "transformers")
+"""What runs a model: this package's own decoder, or transformers' modules over the paged cache."""
+
 _UNITS = {"": 1, "B": 1}
 _UNITS |= {f"{p}iB": 1024**n for n, p in enumerate("KMGT", 1)} | {f"{p}B": 1000**n for n, p in enumerate("KMGT", 1)}
 
@@ -65,7 +68,8 @@ class EngineConfig:
     """Everything that shapes an engine; None leaves a value to the model or the backend, and the start log says which.
 
     `kv_cache_memory` and `num_blocks` (the null block counted) size the cache outright; `gpu_memory_utilization` is the
-    share of the device's memory that weights, workspace and cache may fill together.
+    share of the device's memory that weights, workspace and cache may fill together. `model_impl`: "native", or
+    "transformers" for its own modules over our cache; "auto" takes the native decoder where there is one.
     """
 
     model: str
@@ -73,6 +77,7 @@ class EngineConfig:
     skip_tokenizer_init: bool = False
     revision: str | None = None
     load_format: str = "auto"
+    model_impl: str = "auto"
     dtype: str = "auto"
     kv_cache_dtype: str = "auto"
     backend: str | None = None
@@ -152,6 +157,13 @@ class EngineConfig:
         ]
         if self.load_format not in ("auto", "safetensors", "gguf", "dummy"):
             problems.append(f"load_format={self.load_format!r} is not one of auto, safetensors, gguf, dummy")
+        if self.model_impl not in MODEL_IMPLS:
+            problems.append(f"model_impl={self.model_impl!r} is not one of {', '.join(MODEL_IMPLS)}")
+        if self.model_impl == "transformers" and self.batch_invariant:
+            problems.append(
+                "batch_invariant=True cannot be kept with model_impl='transformers', whose products depend on the "
+                "batch; leave one of them out"
+            )
         if not isinstance(self.model, str) or not self.model:
             problems.append(f"model={self.model!r} must be a folder, a .gguf file, a hub id, or demo")
         return problems

@@ -9,7 +9,7 @@ import torch
 
 from pagedkv.api import AttentionBackend, Pool
 from pagedkv.core.step import Step
-from pagedkv.models.native import NativeDecoder
+from pagedkv.models.decoder import Decoder
 
 _CLEAR = 4096  # blocks cleared in one call
 
@@ -17,7 +17,7 @@ _CLEAR = 4096  # blocks cleared in one call
 class Runner:
     """The model, its pool and the backend; knows nothing of requests."""
 
-    def __init__(self, backend: AttentionBackend, pool: Pool, model: NativeDecoder, *, nan_safe: bool) -> None:
+    def __init__(self, backend: AttentionBackend, pool: Pool, model: Decoder, *, nan_safe: bool) -> None:
         self.backend = backend
         self.pool = pool
         self.model = model

@@ -22,8 +22,10 @@ from pagedkv.core.negotiation import Choice, Requirements, negotiate
 from pagedkv.core.scheduler import Scheduler, SchedulerConfig
 from pagedkv.engine.memory import MemoryPlan, MemoryRequest, plan_memory, read_memory
 from pagedkv.engine.runner import Runner
+from pagedkv.models.bridge import BridgedCheckpoint, BridgedConfig, BridgedDecoder
 from pagedkv.models.checkpoint import Checkpoint, open_checkpoint
 from pagedkv.models.config import ModelConfig
+from pagedkv.models.decoder import Decoder
 from pagedkv.models.native import NativeDecoder, workspace_bytes
 from pagedkv.models.tensor_shapes import tensor_shapes
 from pagedkv.models.tokenizer import Tokenizer
@@ -32,6 +34,7 @@ _log = logging.getLogger("pagedkv.engine")
 _ITEM = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 Progress = Callable[[int, int], None]
+AnyCheckpoint = Checkpoint | BridgedCheckpoint
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +65,11 @@ def build(config: EngineConfig, progress: Progress | None = None) -> Parts:
     # the checkpoint's dtype.
     negotiate(dataclasses.replace(offer, exclusions=()), _requirements(config, None), backend=selected.name)
     checkpoint = open_checkpoint(
-        config.model, load_format=config.load_format, tokenizer=config.tokenizer, revision=config.revision
+        config.model,
+        load_format=config.load_format,
+        tokenizer=config.tokenizer,
+        revision=config.revision,
+        model_impl=config.model_impl,
     )
     try:
         requirements = _requirements(config, checkpoint.config)
@@ -82,7 +89,7 @@ def _load(
     config: EngineConfig,
     selected: plugins.Selected,
     backend: AttentionBackend,
-    checkpoint: Checkpoint,
+    checkpoint: AnyCheckpoint,
     requirements: Requirements,
     max_model_len: int,
     progress: Progress | None,
@@ -90,13 +97,18 @@ def _load(
     choice = negotiate(backend.capabilities(), requirements, backend=selected.name)
     for note in choice.notes:
         _log.info("%s", note)
+    if isinstance(checkpoint, BridgedCheckpoint):
+        _log.info("batch_invariant off: the products of transformers' modules depend on the batch")
     spec = _pool_spec(config, choice, requirements.layers, max_model_len)
     memory = _plan(config, backend, selected.name, checkpoint, choice, spec, max_model_len)
     _log.info("memory budget\n%s", memory.table())
     _log_features(config, choice, memory, max_model_len)
     tokenizer = None if config.skip_tokenizer_init else checkpoint.tokenizer()
-    model = NativeDecoder.load(checkpoint, backend, choice.dtype, progress=progress, max_model_len=max_model_len)
+    model = _load_model(checkpoint, backend, choice.dtype, max_model_len, progress)
     pool = backend.alloc_pool(dataclasses.replace(spec, num_blocks=memory.num_blocks))
+    if isinstance(model, BridgedDecoder):
+        for layer, values in model.sinks.items():
+            backend.bind(pool, layer, {"sinks": values.numpy()})
     fingerprint = repr((str(checkpoint.path), choice.dtype, choice.kv_dtype, choice.block_size)).encode()
     scheduler = Scheduler(_scheduler_config(config, memory, choice, max_model_len), fingerprint)
     return Parts(
@@ -115,7 +127,15 @@ def _load(
     )
 
 
-def _requirements(config: EngineConfig, model: ModelConfig | None) -> Requirements:
+def _load_model(
+    checkpoint: AnyCheckpoint, backend: AttentionBackend, dtype: str, max_model_len: int, progress: Progress | None
+) -> Decoder:
+    if isinstance(checkpoint, BridgedCheckpoint):
+        return BridgedDecoder.load(checkpoint, backend, dtype, progress=progress)
+    return NativeDecoder.load(checkpoint, backend, dtype, progress=progress, max_model_len=max_model_len)
+
+
+def _requirements(config: EngineConfig, model: ModelConfig | BridgedConfig | None) -> Requirements:
     return Requirements(
         layers=model.layer_specs() if model else (),
         dtype=DTYPES[config.dtype],
@@ -123,11 +143,23 @@ def _requirements(config: EngineConfig, model: ModelConfig | None) -> Requiremen
         kv_dtype=DTYPES[config.kv_cache_dtype],
         block_size=config.block_size,
         features=frozenset({"mixed_batch", "prefix_hit"}),
-        batch_invariant=config.batch_invariant,
+        batch_invariant=_batch_invariant(config, model),
     )
 
 
-def _max_model_len(config: EngineConfig, checkpoint: Checkpoint) -> int:
+def _batch_invariant(config: EngineConfig, model: ModelConfig | BridgedConfig | None) -> bool | None:
+    """What to ask of the backend; a bridged model's own products depend on the batch, whatever the backend does."""
+    if not isinstance(model, BridgedConfig):
+        return config.batch_invariant
+    if config.batch_invariant:
+        raise ConfigError(
+            f"batch_invariant=True cannot be kept with {model.model_type}, which runs through transformers: its "
+            "products depend on the batch. Leave it out"
+        )
+    return False
+
+
+def _max_model_len(config: EngineConfig, checkpoint: AnyCheckpoint) -> int:
     limit = checkpoint.config.max_position
     if config.max_model_len is None:
         return limit
@@ -152,7 +184,7 @@ def _plan(
     config: EngineConfig,
     backend: AttentionBackend,
     name: str,
-    checkpoint: Checkpoint,
+    checkpoint: AnyCheckpoint,
     choice: Choice,
     spec: PoolSpec,
     max_model_len: int,
@@ -162,8 +194,8 @@ def _plan(
         num_blocks=config.num_blocks,
         kv_cache_bytes=config.kv_cache_bytes,
         fraction=config.gpu_memory_utilization,
-        weights=_weight_bytes(checkpoint.config, choice.dtype),
-        workspace=workspace_bytes(checkpoint.config, tokens, rows, choice.dtype),
+        weights=_weight_bytes(checkpoint, choice.dtype),
+        workspace=_workspace(checkpoint, tokens, rows, choice.dtype),
         block_size=choice.block_size,
         max_num_seqs=rows,
         max_model_len=max_model_len,
@@ -175,12 +207,21 @@ def _plan(
     return plan_memory(request, backend.pool_cost(spec), read_memory(backend.memory, name), kv_budget)
 
 
-def _weight_bytes(model: ModelConfig, dtype: str) -> int:
+def _weight_bytes(checkpoint: AnyCheckpoint, dtype: str) -> int:
     """The most that packed weights take: a tied head may be packed a second time, in a product's own layout."""
+    model = checkpoint.config
+    if isinstance(model, BridgedConfig):
+        return model.num_numbers * _ITEM[dtype]
     numbers = sum(prod(shape) for shape in tensor_shapes(model).values())
     if model.tie_word_embeddings:
         numbers += model.vocab_size * model.hidden_size
     return numbers * _ITEM[dtype]
+
+
+def _workspace(checkpoint: AnyCheckpoint, tokens: int, rows: int, dtype: str) -> int:
+    if isinstance(checkpoint, BridgedCheckpoint):
+        return checkpoint.workspace(tokens, rows, dtype)
+    return workspace_bytes(checkpoint.config, tokens, rows, dtype)
 
 
 def _scheduler_config(config: EngineConfig, memory: MemoryPlan, choice: Choice, max_model_len: int) -> SchedulerConfig:
@@ -222,7 +263,7 @@ def _log_features(config: EngineConfig, choice: Choice, memory: MemoryPlan, max_
         )
 
 
-def _end_ids(checkpoint: Checkpoint, tokenizer: Tokenizer | None) -> tuple[int, ...]:
+def _end_ids(checkpoint: AnyCheckpoint, tokenizer: Tokenizer | None) -> tuple[int, ...]:
     ids = dict.fromkeys(checkpoint.config.eos_token_ids)
     if tokenizer is not None:
         ids |= dict.fromkeys(tokenizer.eos_token_ids)

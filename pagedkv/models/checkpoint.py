@@ -9,7 +9,7 @@ import zlib
 from collections.abc import Callable
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -31,6 +31,8 @@ from pagedkv.models.tokenizer import Tokenizer, load_hf_tokenizer, read_json
 
 if TYPE_CHECKING:
     import torch
+
+    from pagedkv.models.bridge import BridgedCheckpoint
 
 _log = logging.getLogger("pagedkv.models")
 
@@ -73,18 +75,29 @@ class Checkpoint(Protocol):
 
 
 def open_checkpoint(
-    model: str, *, load_format: str = "auto", tokenizer: str | None = None, revision: str | None = None
-) -> Checkpoint:
+    model: str,
+    *,
+    load_format: str = "auto",
+    tokenizer: str | None = None,
+    revision: str | None = None,
+    model_impl: str = "auto",
+) -> Checkpoint | BridgedCheckpoint:
     """Open a folder in Hugging Face layout, a .gguf file, a hub id "org/name", or "demo".
 
     `tokenizer` names another place (a folder, a .gguf file or a hub id) to take the tokenizer from. `load_format`
-    "dummy" makes up random weights for a folder that has a config.json. Raises `ModelError` and `ConfigError`.
+    "dummy" makes up random weights for a folder that has a config.json. `model_impl` "native" or "transformers" decides
+    what runs the model; "auto" takes the native decoder for the families it has. Raises `ModelError`, `ConfigError`.
     """
     if load_format not in LOAD_FORMATS:
         raise ConfigError(f"load_format={load_format!r} is not known; use one of {', '.join(LOAD_FORMATS)}.")
     path = _locate(model, revision, weights=load_format != "dummy")
     load = _tokenizer_loader(tokenizer, revision if tokenizer == model else None)
     if load_format == "gguf" or (load_format == "auto" and _is_gguf(path)):
+        if model_impl == "transformers":
+            raise ConfigError(
+                f"model_impl='transformers' runs folders in Hugging Face layout; {path} holds GGUF weights, which run "
+                "natively. Leave model_impl at 'auto', or pass the folder of the original model."
+            )
         return GgufCheckpoint(_gguf_file(path), load)
     if path.is_file() and load_format == "dummy":
         raise ConfigError(f"load_format='dummy' makes weights for a folder with a config.json; {path} is a file.")
@@ -92,10 +105,33 @@ def open_checkpoint(
         raise ModelError(
             f"{path}: not a .gguf file, and a single file of another kind is not a model. Pass its folder."
         )
-    return DummyCheckpoint(path, load) if load_format == "dummy" else SafetensorsCheckpoint(path, load)
+    dummy = load_format == "dummy"
+    if _needs_bridge(_require_folder(path), model_impl):
+        from pagedkv.models.bridge import BridgedCheckpoint
+
+        return BridgedCheckpoint(path, load, dummy=dummy)
+    return DummyCheckpoint(path, load) if dummy else SafetensorsCheckpoint(path, load)
 
 
-TokenizerLoader = Callable[[ModelConfig], Tokenizer]
+def _needs_bridge(folder: Path, model_impl: str) -> bool:
+    """Whether transformers is to run the model; says which was chosen and why."""
+    from pagedkv.models.hf_families import FAMILIES
+
+    kind = read_json(folder / "config.json").get("model_type")
+    if model_impl != "auto":
+        _log.info("model_type %s runs %s: model_impl=%r", kind, _RUNS[model_impl == "transformers"], model_impl)
+        return model_impl == "transformers"
+    if not isinstance(kind, str) or kind in FAMILIES:
+        _log.info("model_type %s runs %s", kind, _RUNS[False])
+        return False
+    _log.info("model_type %.60s runs %s: it has no native decoder here", kind, _RUNS[True])
+    return True
+
+
+_RUNS = ("natively", "through transformers' own modules, over the paged cache")
+
+TokenizerLoader = Callable[[Any], Tokenizer]
+"""Makes the tokenizer from a model's configuration (of which it takes `eos_token_ids`)."""
 
 
 def _tokenizer_loader(tokenizer: str | None, revision: str | None) -> TokenizerLoader | None:

@@ -1,0 +1,24 @@
+"""What a decoder is to the engine, whichever one runs the model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Attend = Callable[[int, "Tensor", "Tensor", "Tensor", "Tensor"], None]
+"""attend(layer, q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, D], out [T, Hq, D]): a backend's, with the plan bound."""
+
+
+class Decoder(Protocol):
+    """A model with its weights. `nbytes` counts them. Not for two threads at once."""
+
+    nbytes: int
+
+    def forward(self, ids: Tensor, positions: Tensor, attend: Attend, rows: Tensor | None = None) -> Tensor:
+        """Logits [n, V] in float32 of the tokens `rows` [n] (None: all T).
+
+        ids, positions [T] int64 on the backend's device. Calls `attend` once a layer, in order.
+        """
