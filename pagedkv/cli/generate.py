@@ -9,7 +9,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -73,6 +73,8 @@ def generate(
     jobs = read_jobs(prompts, files or _stdin(prompts), sampling)
     if not jobs:
         raise click.UsageError("there is no prompt: standard input or the file has blank lines only")
+    for job in jobs:
+        _check_shown(job, options["as_json"])
     _run(model, jobs, settings, options)
 
 
@@ -94,6 +96,18 @@ def _run(model: str, jobs: Sequence[Job], settings: Mapping[str, Any], options: 
     with LLM(model, **named) as llm:
         ready = [_prepare(llm.engine, job, options["chat"], options["system"]) for job in jobs]
         _answer(llm.engine, jobs, ready, stream=options["stream"], as_json=options["as_json"])
+
+
+def _check_shown(job: Job, as_json: bool) -> None:
+    """Refuse what would be computed and not shown."""
+    with placed(job.where):
+        if job.params.n > 1:
+            raise RequestInvalid(
+                f"n={job.params.n}: here each prompt has one answer; repeat the prompt, or use LLM.generate", field="n"
+            )
+        for field in ("logprobs", "prompt_logprobs"):
+            if not as_json and getattr(job.params, field) is not None:
+                raise RequestInvalid(f"{field} has no place in plain text: add --json", field=field)
 
 
 def _prepare(engine: LLMEngine, job: Job, chat: bool, system: str | None) -> Prompt:
@@ -225,6 +239,7 @@ def _ending(output: RequestOutput) -> dict[str, Any]:
     return {
         "finish_reason": answer.finish_reason,
         "stop_reason": answer.stop_reason,
+        **_logprobs(output),
         "num_prompt_tokens": len(output.prompt_token_ids),
         "num_cached_tokens": output.num_cached_tokens,
         "timings": {
@@ -232,6 +247,16 @@ def _ending(output: RequestOutput) -> dict[str, Any]:
             "time_to_first_token": metrics.time_to_first_token,
             "total_time": None if finished is None else finished - metrics.arrival_time,
         },
+    }
+
+
+def _logprobs(output: RequestOutput) -> dict[str, Any]:
+    """The log-probabilities that were asked for: for each token, records by id."""
+    asked = {"logprobs": output.outputs[0].logprobs, "prompt_logprobs": output.prompt_logprobs}
+    return {
+        name: [at and {token: asdict(record) for token, record in at.items()} for at in tokens]
+        for name, tokens in asked.items()
+        if tokens is not None
     }
 
 

@@ -353,6 +353,10 @@ class Scheduler:
             for row, mine in zip(step.sample_rows.tolist(), current.tolist(), strict=True)
         ]
 
+    def owners(self, rows: Int64) -> list[Request]:
+        """Who holds each of the table rows now."""
+        return [self._holder(row) for row in rows.tolist()]
+
     def _current(self, step: Step) -> Mask:
         """Which of the step's rows still belong to whom they belonged to when it was scheduled."""
         current: Mask = self.rows.serial.take(step.index) == step.serials

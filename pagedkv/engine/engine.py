@@ -4,16 +4,24 @@ from __future__ import annotations
 
 import logging
 import time
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import numpy.typing as npt
+import torch
 
 from pagedkv.api.errors import EngineDead, RequestInvalid
-from pagedkv.api.records import Int32
-from pagedkv.core.request import Reason, Request, State
+from pagedkv.api.records import Int32, Int64
+from pagedkv.core.request import Reason, Request
 from pagedkv.core.step import Step
+from pagedkv.engine.live import Group, Sample, Text, TokenTexts
 from pagedkv.engine.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from pagedkv.engine.prompts import Prompt, PromptType, read_prompt
 from pagedkv.engine.setup import Parts
-from pagedkv.sampling.detokenizer import IncrementalDetokenizer
+from pagedkv.sampling.bad_words import word_ids
+from pagedkv.sampling.logprobs import score
 from pagedkv.sampling.params import SamplingParams
 from pagedkv.sampling.sampler import Sampler
 
@@ -21,20 +29,25 @@ _log = logging.getLogger("pagedkv.engine")
 _SEED_STEP = 0x9E3779B97F4A7C15  # odd, so that consecutive requests get far-apart seeds
 
 
-@dataclass(slots=True, eq=False)
-class _Live:
-    """One request between `add` and its last output."""
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Sampling:
+    """Draws of one step: logits [n, V], table rows [n], output tokens that each has [n], and whose they are."""
 
-    request: Request
-    prompt: Prompt
-    params: SamplingParams
-    seed: int
-    stream: bool
-    metrics: RequestMetrics
-    detokenizer: IncrementalDetokenizer | None
-    spoken: int = 0
-    text: str = ""
-    ids: list[int] = field(default_factory=list)
+    logits: torch.Tensor
+    rows: Int64
+    index: Int64
+    producers: list[Request | None]
+
+    def extended(self, parents: Sequence[int], forks: Sequence[Request]) -> _Sampling:
+        """The same and one more draw for each fork, from the logits of its parent, given by place."""
+        at = np.array([*range(len(self.rows)), *parents], np.int64)
+        rows = np.array([fork.row for fork in forks], np.int64)
+        return _Sampling(
+            logits=self.logits[torch.from_numpy(at).to(self.logits.device)],
+            rows=np.concatenate([self.rows, rows]),
+            index=self.index[at],
+            producers=[*self.producers, *forks],
+        )
 
 
 @dataclass(slots=True, kw_only=True)
@@ -57,7 +70,11 @@ class LLMEngine:
         self.stats = EngineStats()
         self._runner = parts.runner
         self._sampler = Sampler(parts.config.max_num_seqs, parts.vocab_size, parts.config.seed)
-        self._live: dict[int, _Live] = {}
+        self._token_texts = TokenTexts(parts.tokenizer)
+        self._groups: dict[int, Group] = {}
+        self._samples: dict[int, Sample] = {}  # by the scheduler's id of their request
+        self._unforked: set[int] = set()  # groups whose other samples wait for the prompt
+        self._following: set[int] = set()  # groups whose tokens are looked at when they come
         self._dead: BaseException | None = None
 
     # -- requests ------------------------------------------------------------------------------------------------------
@@ -66,8 +83,36 @@ class LLMEngine:
         """Tokenize and check a request without queueing it. Raises `RequestError`."""
         ready = read_prompt(prompt, self.tokenizer, self.parts.vocab_size)
         params.check_ids(self.parts.vocab_size)
+        if self.tokenizer is None and params.stop:
+            raise RequestInvalid("stop looks for text, but there is no tokenizer: use stop_token_ids", field="stop")
+        self._bad_words(params)
+        self._check_some_token_is_left(params)
         self.scheduler.limit(len(ready.ids), params.max_tokens)
         return ready
+
+    def _bad_words(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
+        sequences: list[tuple[int, ...]] = []
+        for word in params.bad_words:
+            if not isinstance(word, str):
+                sequences.append(word)
+            elif self.tokenizer is None:
+                raise RequestInvalid("bad_words as text need a tokenizer: give lists of token ids", field="bad_words")
+            else:
+                sequences += word_ids(word, partial(self.tokenizer.encode, add_special_tokens=False))
+        # Some tokenizers know ids that the model does not: it cannot write those words.
+        return tuple(dict.fromkeys(ids for ids in sequences if max(ids) < self.parts.vocab_size))
+
+    def _check_some_token_is_left(self, params: SamplingParams) -> None:
+        """Refuse what `allowed_token_ids` allows only to be masked at once."""
+        if params.allowed_token_ids is None:
+            return
+        ends = self._end_ids(params) if params.min_tokens else ()
+        never = {word[0] for word in self._bad_words(params) if len(word) == 1}
+        if never.issuperset(set(params.allowed_token_ids) - set(ends)):
+            raise RequestInvalid(
+                "allowed_token_ids allows nothing that bad_words or min_tokens leave: allow another id",
+                field="allowed_token_ids",
+            )
 
     def add_request(
         self,
@@ -86,6 +131,7 @@ class LLMEngine:
         ready = prompt if isinstance(prompt, Prompt) else self.prepare(prompt, params)
         if isinstance(priority, bool) or not isinstance(priority, int):
             raise RequestInvalid(f"priority={priority!r} must be a whole number; lower runs first", field="priority")
+        bad_words = self._bad_words(params)
         request = self.scheduler.add(
             ready.ids,
             label=request_id or "",
@@ -93,17 +139,31 @@ class LLMEngine:
             end_ids=self._end_ids(params),
             priority=priority,
             salt=ready.salt,
+            scored=params.prompt_logprobs is not None,
         )
-        self._live[request.id] = _Live(
-            request=request,
+        group = Group(
+            id=request.id,
+            label=request.label,
             prompt=ready,
             params=params,
             seed=self._seed(request, params),
             stream=stream,
+            bad_words=bad_words,
             metrics=RequestMetrics(arrival_time=time.monotonic()),
-            detokenizer=self._detokenizer(ready, params),
+            prompt_logprobs=None if params.prompt_logprobs is None else [None] * len(ready.ids),
         )
+        self._groups[group.id] = group
+        if params.n > 1:
+            self._unforked.add(group.id)
+        if group.follows:
+            self._following.add(group.id)
+        group.samples = [Sample(group=group, index=i, text=self._text(ready, params)) for i in range(params.n)]
+        self._register(group.samples[0], request)
         return request.id
+
+    def _register(self, sample: Sample, request: Request) -> None:
+        sample.request = request
+        self._samples[request.id] = sample
 
     def _seed(self, request: Request, params: SamplingParams) -> int:
         if params.seed is not None:
@@ -115,21 +175,27 @@ class LLMEngine:
         model = () if params.ignore_eos else self.parts.end_ids
         return tuple(dict.fromkeys((*model, *params.stop_token_ids)))
 
-    def _detokenizer(self, prompt: Prompt, params: SamplingParams) -> IncrementalDetokenizer | None:
+    def _text(self, prompt: Prompt, params: SamplingParams) -> Text | None:
         if self.tokenizer is None or not params.detokenize:
             return None
-        return IncrementalDetokenizer(self.tokenizer, prompt.ids.tolist(), params.skip_special_tokens)
+        return Text(self.tokenizer, prompt.ids.tolist(), params)
 
     def abort_request(self, request_id: int) -> RequestOutput | None:
-        """End a request in any state and return what it had; None if it is unknown or has finished."""
-        live = self._live.get(request_id)
-        if live is None or not self.scheduler.abort(live.request):
+        """End a request in any state, all its samples, and return what it had; None if unknown or finished."""
+        group = self._groups.get(request_id)
+        if group is None:
             return None
-        return self._output(live)
+        ended = []
+        for sample in group.samples:
+            if sample.ended is None:
+                if sample.request is not None:
+                    self.scheduler.abort(sample.request)
+                ended.append(self._end(sample, Reason.ABORT))
+        return self._output(group, ended)
 
     def has_unfinished_requests(self) -> bool:
         """Whether another `step` is needed."""
-        return bool(self._live)
+        return bool(self._groups)
 
     # -- the loop ------------------------------------------------------------------------------------------------------
 
@@ -155,11 +221,15 @@ class LLMEngine:
             return []
         self._admit(step)
         logits = self._runner.run(step)
-        sampled = self._sampler(logits, step.sample_rows, step.output_index)
-        producers = self.scheduler.holders(step)
-        finished = self.scheduler.update(step, sampled)
+        failed = self._score_prompts(step, logits) if len(step.scored) else []
+        self.scheduler.commit(step)
+        finished = [self.scheduler.fail(request) for request in failed]
+        sampling, forks = self._sampling(step, logits[: len(step.sample)])
+        sampled = self._sampler(sampling.logits, sampling.rows, sampling.index)
+        stopped = self._follow(sampling, sampled)
+        finished += self.scheduler.append(step, sampled, stopped=stopped, forks=forks)
         self._count(step, sampled)
-        outputs = self._publish(producers, sampled, finished)
+        outputs = self._publish(sampling, sampled, finished)
         if self.scheduler.idle:
             self.scheduler.check_idle()
         return outputs
@@ -167,76 +237,141 @@ class LLMEngine:
     def _admit(self, step: Step) -> None:
         now = time.monotonic()
         for request in step.admitted:
-            live = self._live[request.id]
-            self._sampler.set_row(request.row, live.params, request.end_ids, live.seed)
-            if live.metrics.first_scheduled_time is None:
-                live.metrics.first_scheduled_time = now
+            sample = self._samples[request.id]
+            self._set_row(sample, request)
+            if sample.group.metrics.first_scheduled_time is None:
+                sample.group.metrics.first_scheduled_time = now
         for request in step.preempted:
             _log.info("request %s preempted: no block left; it will be computed again", request.label)
+
+    def _set_row(self, sample: Sample, request: Request) -> None:
+        group, tokens = sample.group, self.scheduler.tokens_of(request).tolist()
+        self._sampler.set_row(
+            request.row,
+            group.params,
+            request.end_ids,
+            group.seed,
+            sample.index,
+            tokens[: request.prompt_len],
+            tokens[request.prompt_len :],
+            group.bad_words,
+        )
+
+    def _score_prompts(self, step: Step, logits: torch.Tensor) -> list[Request]:
+        """Fill in prompt log-probabilities; returns the requests whose logits are unusable."""
+        owners = self.scheduler.owners(step.scored_rows)
+        at = np.arange(len(step.sample), len(step.sample) + len(owners))
+        groups = [self._samples[request.id].group for request in owners]
+        positions = (step.positions.take(step.scored) + 1).tolist()
+        tokens = np.array([g.prompt.ids[p] for g, p in zip(groups, positions, strict=True)], np.int64)
+        counts = [group.params.prompt_logprobs or 0 for group in groups]
+        failed = {}
+        found = score(logits, at, tokens, counts)
+        for request, group, position, scores in zip(owners, groups, positions, found, strict=True):
+            if scores is None:
+                failed[request.id] = request
+            elif group.prompt_logprobs is not None:
+                group.prompt_logprobs[position] = self._token_texts.logprobs(scores)
+        return list(failed.values())
+
+    def _sampling(self, step: Step, logits: torch.Tensor) -> tuple[_Sampling, list[Request]]:
+        """Whose tokens are drawn: those whose logits the step gave, and the samples that are made of them now."""
+        producers = self.scheduler.holders(step)
+        own = _Sampling(logits=logits, rows=step.sample_rows, index=step.output_index, producers=producers)
+        if not self._unforked:
+            return own, []
+        parents, forks = [], []
+        for at, request in enumerate(producers):
+            if request is not None and request.id in self._unforked:
+                made = self._fork(self._samples[request.id].group, request)
+                forks += made
+                parents += [at] * len(made)
+        return own.extended(parents, forks), forks
+
+    def _fork(self, group: Group, parent: Request) -> list[Request]:
+        """Make the other samples of a group whose prompt has been computed; returns those that found a row."""
+        placed = []
+        for sample in group.unforked:
+            child = self.scheduler.fork(parent, f"{group.label}/{sample.index}")
+            self._register(sample, child)
+            if child.row:
+                self._set_row(sample, child)
+                placed.append(child)
+        self._unforked.discard(parent.id)
+        return placed
+
+    def _follow(self, sampling: _Sampling, sampled: Int32) -> npt.NDArray[np.bool_] | None:
+        """Take in tokens where text or log-probabilities are kept up; returns which ones completed a stop string."""
+        if not self._following:
+            return None
+        stopped = np.zeros(len(sampled), np.bool_)
+        scored: list[tuple[int, Sample]] = []
+        for at, (request, token) in enumerate(zip(sampling.producers, sampled.tolist(), strict=True)):
+            sample = None if request is None or token < 0 else self._samples[request.id]
+            if request is None or sample is None or not sample.group.follows:
+                continue
+            index, params = int(sampling.index[at]), sample.group.params
+            if params.logprobs is not None and index == len(sample.logprobs):
+                scored.append((at, sample))
+            stopped[at] = sample.take(token, index, index >= params.min_tokens, token in request.end_ids)
+        if scored:
+            self._score_samples(sampling, sampled, scored)
+        return stopped
+
+    def _score_samples(self, sampling: _Sampling, sampled: Int32, scored: list[tuple[int, Sample]]) -> None:
+        at = np.array([at for at, _ in scored])
+        counts = [sample.group.params.logprobs or 0 for _, sample in scored]
+        for (_, sample), scores in zip(
+            scored, score(sampling.logits, at, sampled[at].astype(np.int64), counts), strict=True
+        ):
+            sample.logprobs.append(self._token_texts.logprobs(scores or []))
 
     def _count(self, step: Step, sampled: Int32) -> None:
         self.stats.steps += 1
         self.stats.computed_tokens += step.batch.num_tokens
         self.stats.output_tokens += int((sampled >= 0).sum())
 
-    def _publish(
-        self, producers: list[Request | None], sampled: Int32, finished: list[Request]
-    ) -> list[tuple[int, RequestOutput]]:
+    def _publish(self, sampling: _Sampling, sampled: Int32, finished: list[Request]) -> list[tuple[int, RequestOutput]]:
+        """End what finished and describe every group that is complete, or streamed and has news."""
         now = time.monotonic()
-        outputs = []
-        for request, token in zip(producers, sampled.tolist(), strict=True):
-            live = None if request is None else self._live.get(request.id)
-            if live is None or token < 0:
+        news: dict[int, list[CompletionOutput]] = {}
+        for request, token in zip(sampling.producers, sampled.tolist(), strict=True):
+            sample = None if request is None else self._samples.get(request.id)
+            if sample is None or token < 0:
                 continue
-            if live.metrics.first_token_time is None:
-                live.metrics.first_token_time = now
-            if live.stream:
-                live.ids.append(token)
-                if live.request.state is not State.FINISHED:
-                    outputs.append((live.request.id, self._delta(live, token)))
+            group = sample.group
+            if group.metrics.first_token_time is None:
+                group.metrics.first_token_time = now
+            if group.stream:
+                news.setdefault(group.id, [])
         for request in finished:
-            self.stats.finished += 1
-            outputs.append((request.id, self._output(self._live[request.id])))
-        return outputs
+            sample = self._samples[request.id]
+            ending = [sample, *(sample.group.unforked if request.id in self._unforked else [])]
+            ended = [self._end(each, request.reason or Reason.ERROR) for each in ending]
+            news.setdefault(sample.group.id, []).extend(ended)
+        groups = [(self._groups[key], ended) for key, ended in news.items()]
+        return [(group.id, self._output(group, ended)) for group, ended in groups if group.stream or group.complete]
 
-    def _delta(self, live: _Live, token: int) -> RequestOutput:
-        new = live.detokenizer.push([token]) if live.detokenizer is not None else ""
-        live.text += new
-        live.spoken += 1
-        return self._describe(live, CompletionOutput(index=0, text=live.text, token_ids=list(live.ids), new_text=new))
-
-    def _output(self, live: _Live) -> RequestOutput:
-        """The last output of a request, which is forgotten with it."""
-        request = self._live.pop(live.request.id).request
-        live.metrics.finished_time = time.monotonic()
-        ids, reason = request.output_ids, request.reason or Reason.ERROR
-        spoken = ids[:-1] if reason is Reason.STOP else ids
-        new = ""
-        if live.detokenizer is not None:
-            new = live.detokenizer.push(spoken[live.spoken :]) + live.detokenizer.finish()
+    def _end(self, sample: Sample, reason: Reason) -> CompletionOutput:
+        """Complete a sample, whose request is forgotten."""
+        if sample.request is not None:
+            self._samples.pop(sample.request.id, None)
         if reason is Reason.ERROR:
-            _log.error("request %s ended: the model gave no usable logits (NaN)", request.label)
-        completion = CompletionOutput(
-            index=0,
-            text=live.text + new,
-            token_ids=ids,
-            finish_reason=reason.value,
-            stop_reason=ids[-1] if reason is Reason.STOP and ids[-1] in live.params.stop_token_ids else None,
-            new_text=new,
-        )
-        return self._describe(live, completion)
+            _log.error(
+                "request %s ended: no usable logits (the model gave NaN, or the request's settings mask every token)",
+                sample.group.label,
+            )
+        return sample.end(reason)
 
-    def _describe(self, live: _Live, completion: CompletionOutput) -> RequestOutput:
-        live.metrics.num_preemptions = live.request.num_preemptions
-        return RequestOutput(
-            request_id=live.request.label,
-            prompt=live.prompt.text,
-            prompt_token_ids=live.prompt.ids.tolist(),
-            outputs=[completion],
-            finished=completion.finished(),
-            num_cached_tokens=live.request.num_cached_tokens or 0,
-            metrics=live.metrics,
-        )
+    def _output(self, group: Group, ended: list[CompletionOutput]) -> RequestOutput:
+        """Describe a group, which is forgotten if it is complete."""
+        if group.complete:
+            group.metrics.finished_time = time.monotonic()
+            del self._groups[group.id]
+            self._unforked.discard(group.id)
+            self._following.discard(group.id)
+            self.stats.finished += 1
+        return group.output(ended)
 
     # -- the end -------------------------------------------------------------------------------------------------------
 
@@ -246,12 +381,18 @@ class LLMEngine:
 
     def _die(self, error: BaseException) -> None:
         self._dead = error
-        _log.error("the engine stopped; %d open requests fail: %r", len(self._live), error)
-        self._live.clear()
+        _log.error("the engine stopped; %d open requests fail: %r", len(self._groups), error)
+        self._forget()
 
     def close(self) -> None:
         """End every request and give the device back. Idempotent."""
         if self._dead is None:
             self._dead = RuntimeError("it was closed")
-            self._live.clear()
+            self._forget()
         self._runner.close()
+
+    def _forget(self) -> None:
+        self._groups.clear()
+        self._samples.clear()
+        self._unforked.clear()
+        self._following.clear()

@@ -26,20 +26,36 @@ class RequestMetrics:
         return None if self.first_token_time is None else self.first_token_time - self.arrival_time
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Logprob:
+    """How probable the model found one token, before sampling parameters changed anything.
+
+    `logprob` is the natural logarithm, at least -9999; `rank` counts from 1, the most probable; `decoded_token` is None
+    without a tokenizer, and a replacement mark for a part of a character.
+    """
+
+    logprob: float
+    rank: int
+    decoded_token: str | None
+
+
 @dataclass(slots=True, kw_only=True)
 class CompletionOutput:
     """One generated continuation. `text` leaves out the token that ended it, `token_ids` does not.
 
-    `finish_reason`: "stop" (an end id), "length" (max_tokens, or the model's or cache's limit), "abort", "error" (the
-    model gave no usable logits), None while it runs. `stop_reason` is the id of `stop_token_ids` that ended it.
-    `new_text` is what came with this output when the request is streamed.
+    `finish_reason`: "stop" (an end id or a stop string), "length" (max_tokens, or the model's or cache's limit),
+    "abort", "error" (no usable logits), None while it runs. `stop_reason` is the id of `stop_token_ids` or the stop
+    string that ended it. `new_text` is what came with this output when the request is streamed. `logprobs` has for each
+    token, if asked for, its own record and those of the most probable, by id; `cumulative_logprob` sums up the former.
     """
 
     index: int
     text: str
     token_ids: list[int]
     finish_reason: str | None = None
-    stop_reason: int | None = None
+    stop_reason: int | str | None = None
+    cumulative_logprob: float | None = None
+    logprobs: list[dict[int, Logprob]] | None = None
     new_text: str = ""
 
     def finished(self) -> bool:
@@ -49,7 +65,11 @@ class CompletionOutput:
 
 @dataclass(slots=True, kw_only=True)
 class RequestOutput:
-    """One request's result so far. `request_id` is the caller's label, or the engine's id as text."""
+    """One request's result so far. `request_id` is the caller's label, or the engine's id as text.
+
+    `outputs` has one entry for each of the `n` samples. `prompt_logprobs` has one for each prompt token, if asked for:
+    None for the first, then the token's own record and those of the most probable, by id.
+    """
 
     request_id: str
     prompt: str | None
@@ -57,4 +77,5 @@ class RequestOutput:
     outputs: list[CompletionOutput] = field(default_factory=list)
     finished: bool = False
     num_cached_tokens: int = 0
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     metrics: RequestMetrics

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Any
@@ -17,18 +17,7 @@ GREEDY_BELOW = 1e-5
 
 _OFF: tuple[Any, ...] = (None, (), [], {}, "")
 _NOT_BUILT: Mapping[str, tuple[Any, ...]] = {
-    "n": (1,),
     "best_of": (None, 1),
-    "presence_penalty": (0.0, 0),
-    "frequency_penalty": (0.0, 0),
-    "repetition_penalty": (1.0, 1),
-    "logit_bias": _OFF,
-    "allowed_token_ids": (None,),
-    "bad_words": _OFF,
-    "stop": _OFF,
-    "include_stop_str_in_output": (False,),
-    "logprobs": (None,),
-    "prompt_logprobs": (None,),
     "spaces_between_special_tokens": (True,),
     "logits_processors": _OFF,
     "truncate_prompt_tokens": (None,),
@@ -68,11 +57,54 @@ _NUMBERS: Mapping[str, _Number] = {
         low=-(2**63), high=2**63 - 1, optional=True, accepted="an integer from -2**63 to 2**63 - 1, or None"
     ),
     "max_tokens": _Number(
-        low=1, optional=True, accepted="an integer of at least 1, or None for the model's limit (0 is not built yet)"
+        low=0,
+        optional=True,
+        accepted="an integer of at least 1, None for the model's limit, or 0 with prompt_logprobs to score the prompt",
     ),
     "min_tokens": _Number(low=0, accepted="an integer of at least 0"),
+    "n": _Number(low=1, high=16_384, accepted="an integer from 1 to 16384"),
+    "repetition_penalty": _Number(
+        low=math.ulp(0), integer=False, accepted="a finite number above 0 (1 is off, more repeats less)"
+    ),
+    "presence_penalty": _Number(low=-2, high=2, integer=False, accepted="a number from -2 to 2 (0 is off)"),
+    "frequency_penalty": _Number(low=-2, high=2, integer=False, accepted="a number from -2 to 2 (0 is off)"),
+    "logprobs": _Number(low=-1, optional=True, accepted="an integer of at least 0, -1 for all, or None for none"),
+    "prompt_logprobs": _Number(
+        low=-1, optional=True, accepted="an integer of at least 0, -1 for all, or None for none"
+    ),
 }
-_SWITCHES = ("ignore_eos", "skip_special_tokens", "detokenize")
+_SWITCHES = ("ignore_eos", "skip_special_tokens", "detokenize", "include_stop_str_in_output")
+_BIAS = _Number(low=-100, high=100, integer=False, accepted="")
+
+
+_CONTRADICTIONS: Sequence[tuple[tuple[str, ...], Callable[[Any], bool], str]] = (
+    (
+        ("min_tokens", "max_tokens"),
+        lambda p: p.max_tokens is not None and p.min_tokens > p.max_tokens,
+        "min_tokens ({p.min_tokens}) must not exceed max_tokens ({p.max_tokens})",
+    ),
+    (
+        ("max_tokens", "prompt_logprobs"),
+        lambda p: p.max_tokens == 0 and p.prompt_logprobs is None,
+        "max_tokens=0 only scores the prompt, which prompt_logprobs asks for: give both, or at least 1 token",
+    ),
+    (
+        ("n", "max_tokens"),
+        lambda p: p.n > 1 and p.max_tokens == 0,
+        "n={p.n} answers need tokens, and max_tokens=0 allows none: leave n at 1, or raise max_tokens",
+    ),
+    (
+        ("n", "temperature", "top_p", "top_k"),
+        lambda p: p.n > 1 and p.greedy,
+        "n={p.n} greedy answers would all be the same: leave n at 1, or ask for randomness with temperature",
+    ),
+    (
+        ("stop", "detokenize"),
+        lambda p: p.stop and not p.detokenize,
+        "stop looks for text, and detokenize=False makes none: leave one of them out, or use stop_token_ids",
+    ),
+)
+"""Fields that cannot all be as they are, when, and the reason, which stands under the first of them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +112,15 @@ class SamplingParams:
     """How the tokens of one request are drawn, and when it ends.
 
     `temperature` below 1e-5 is greedy. `top_p` 0 is accepted as its limit, the most probable token, since clients of
-    the OpenAI API send it for "deterministic". `top_k` 0 or -1 is off. `max_tokens` None runs to the model's limit.
+    the OpenAI API send it for "deterministic". `top_k` 0 or -1 is off. `max_tokens` None runs to the model's limit; 0
+    only scores the prompt. Until there are `min_tokens` tokens no end id is drawn and no stop string counts.
+
+    `repetition_penalty` counts prompt and output, `presence_penalty` and `frequency_penalty` the output only.
+    `logit_bias` maps ids, or numerals, to -100 .. 100. `bad_words` are texts, or token ids, that the output never
+    completes, with a space before them neither. `stop` is a text or several; the answer ends before the first that it
+    completes, or after it with `include_stop_str_in_output`. `n` answers share the prompt's blocks. `logprobs` and
+    `prompt_logprobs` ask for so many of the most probable tokens beside each token of the answer, or of the prompt.
+
     Raises `RequestInvalid` with every wrong field and the accepted ranges, `ConfigError` for an unknown name (with the
     nearest known one) and for a known one that is not built yet and is off its neutral value.
     """
@@ -101,10 +141,10 @@ class SamplingParams:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
-    logit_bias: Any = None
+    logit_bias: Any = ()
     allowed_token_ids: Any = None
-    bad_words: Any = None
-    stop: Any = None
+    bad_words: Any = ()
+    stop: Any = ()
     include_stop_str_in_output: bool = False
     logprobs: int | None = None
     prompt_logprobs: int | None = None
@@ -128,8 +168,9 @@ class SamplingParams:
         if not_built:
             raise ConfigError("; ".join(not_built))
         reasons = dict(self._normalize())
-        if not reasons:
-            reasons = dict(self._contradictions())
+        for fields, holds, reason in _CONTRADICTIONS:
+            if not reasons.keys() & set(fields) and holds(self):
+                reasons[fields[0]] = reason.format(p=self)
         if reasons:
             raise RequestInvalid("; ".join(reasons.values()), field=next(iter(reasons)))
 
@@ -139,11 +180,25 @@ class SamplingParams:
         return self.temperature < GREEDY_BELOW or self.top_p == 0 or self.top_k == 1
 
     def check_ids(self, vocab_size: int) -> None:
-        """Raise `RequestInvalid` if a token id lies outside the vocabulary."""
-        outside = [i for i in self.stop_token_ids if i >= vocab_size]
-        if outside:
-            message = f"stop_token_ids must be ids from 0 to {vocab_size - 1}, got {outside}"
-            raise RequestInvalid(message, field="stop_token_ids")
+        """Raise `RequestInvalid` with every field that names a token id outside the vocabulary."""
+        reasons = {}
+        for name, ids in self._all_ids().items():
+            outside = [i for i in ids if i >= vocab_size]
+            if outside:
+                reasons[name] = f"{name} must be ids from 0 to {vocab_size - 1}, got {outside}"
+        for name in ("logprobs", "prompt_logprobs"):
+            if (getattr(self, name) or 0) > vocab_size:
+                reasons[name] = f"{name} must be at most the vocabulary's {vocab_size}, got {getattr(self, name)}"
+        if reasons:
+            raise RequestInvalid("; ".join(reasons.values()), field=next(iter(reasons)))
+
+    def _all_ids(self) -> dict[str, list[int]]:
+        return {
+            "stop_token_ids": list(self.stop_token_ids),
+            "logit_bias": [i for i, _ in self.logit_bias],
+            "allowed_token_ids": list(self.allowed_token_ids or ()),
+            "bad_words": [i for word in self.bad_words if not isinstance(word, str) for i in word],
+        }
 
     def _set(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)
@@ -167,29 +222,79 @@ class SamplingParams:
         for name in _SWITCHES:
             if not isinstance(getattr(self, name), bool):
                 yield name, f"{name} must be True or False, got {getattr(self, name)!r}"
-        try:
-            self._set("stop_token_ids", _ids(self.stop_token_ids))
-        except ValueError:
-            accepted = "a list of token ids, integers of at least 0"
-            yield "stop_token_ids", f"stop_token_ids must be {accepted}, got {self.stop_token_ids!r}"
+        for name, (normal, accepted) in _LISTS.items():
+            try:
+                self._set(name, normal(getattr(self, name)))
+            except (ValueError, OverflowError):
+                yield name, f"{name} must be {accepted}, got {getattr(self, name)!r}"
 
-    def _contradictions(self) -> Iterator[tuple[str, str]]:
-        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            yield "min_tokens", f"min_tokens ({self.min_tokens}) must not exceed max_tokens ({self.max_tokens})"
+
+def _several_ids(value: Any) -> tuple[int, ...] | None:
+    """None, or at least one id."""
+    if value is None:
+        return None
+    ids = _ids(value)
+    if not ids:
+        raise ValueError
+    return tuple(dict.fromkeys(ids))
+
+
+def _biases(value: Any) -> tuple[tuple[int, float], ...]:
+    """(id, bias) pairs by id, from a mapping whose keys may be numerals, or from such pairs."""
+    pairs = value.items() if isinstance(value, Mapping) else _items(value)
+    biases: dict[int, float] = {}
+    for pair in pairs:
+        key, bias = _items(pair)
+        (token,) = _ids([int(key) if isinstance(key, str) and key.isascii() and key.isdecimal() else key])
+        if token in biases:
+            raise ValueError
+        biases[token] = _BIAS.normal(bias)
+    return tuple(sorted(biases.items()))
+
+
+def _texts(value: Any) -> tuple[str, ...]:
+    texts = (value,) if isinstance(value, str) else _items(value)
+    if not all(isinstance(text, str) and text for text in texts):
+        raise ValueError
+    return tuple(dict.fromkeys(texts))
+
+
+def _words(value: Any) -> tuple[str | tuple[int, ...], ...]:
+    """Texts that are not blank, or sequences of at least one id."""
+    if isinstance(value, str):
+        raise ValueError
+    words = [word if isinstance(word, str) else _ids(word) for word in _items(value)]
+    if not all(word.strip() if isinstance(word, str) else word for word in words):
+        raise ValueError
+    return tuple(dict.fromkeys(words))
+
+
+def _items(value: Any) -> tuple[Any, ...]:
+    if value is None:
+        return ()
+    try:
+        return tuple(value)
+    except TypeError as error:
+        raise ValueError from error
 
 
 def _ids(value: Any) -> tuple[int, ...]:
-    if value is None:
-        return ()
     if isinstance(value, str | bytes | Mapping):
         raise ValueError
-    try:
-        items = tuple(value)
-    except TypeError as error:
-        raise ValueError from error
+    items = _items(value)
     if any(isinstance(i, bool) or not isinstance(i, Integral) or i < 0 for i in items):
         raise ValueError
     return tuple(int(i) for i in items)
+
+
+_LISTS: Mapping[str, tuple[Callable[[Any], Any], str]] = {
+    "stop_token_ids": (_ids, "a list of token ids, integers of at least 0"),
+    "logit_bias": (_biases, "a mapping of token ids to finite numbers from -100 to 100, each id once"),
+    "allowed_token_ids": (_several_ids, "None, or a list of at least one token id, integers of at least 0"),
+    "bad_words": (_words, "a list of texts that are not blank, or of lists of token ids"),
+    "stop": (_texts, "a text or a list of texts, none of them empty"),
+}
+"""What brings each list to its plain form, and what it accepts."""
 
 
 def _unknown(name: str, known: list[str]) -> str:

@@ -49,8 +49,17 @@ def derived_key(seed: int, number: int) -> int:
 
     It is a block of another counter space (third word 1) than the draws, so it is independent of every draw of `seed`.
     """
+    return _block(seed, number, 1)
+
+
+def sample_key(key: int, sample: int) -> int:
+    """The key of sample 0, 1, ... of a request whose own key is `key`, which is sample 0's (third word 2)."""
+    return _block(key, sample, 2) if sample else key
+
+
+def _block(seed: int, number: int, space: int) -> int:
     number &= _MASK64
-    counter = np.array([[number & 0xFFFFFFFF], [number >> 32], [1], [0]], np.uint64)
+    counter = np.array([[number & 0xFFFFFFFF], [number >> 32], [space], [0]], np.uint64)
     words = philox(counter, _halves(np.array([seed & _MASK64], np.uint64)))[:, 0]
     return int(words[0]) << 32 | int(words[1])
 

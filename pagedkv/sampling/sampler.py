@@ -14,10 +14,11 @@ import numpy.typing as npt
 import torch
 
 from pagedkv.api.errors import ConfigError
+from pagedkv.sampling.adjust import Adjuster
 from pagedkv.sampling.params import SamplingParams
-from pagedkv.sampling.random import derived_key, stream_key, uniform
+from pagedkv.sampling.random import derived_key, sample_key, stream_key, uniform
 from pagedkv.sampling.truncation import Cut, draw_cut
-from pagedkv.sampling.weights import Ids, Weights
+from pagedkv.sampling.weights import Ids, Weights, only_infinite
 
 Int32 = npt.NDArray[np.int32]
 Rows = npt.NDArray[np.integer[Any]]
@@ -40,63 +41,61 @@ class Sampler:
         self._min_p = np.zeros(count, np.float64)
         self._cuts = np.zeros(count, np.bool_)
         self._key = np.zeros(count, np.uint64)
-        self._min_tokens = np.zeros(count, np.int64)
-        self._end_ids: list[Ids] = [np.zeros(0, np.int64)] * count
+        self._adjuster = Adjuster(count, vocab_size)
 
-    def set_row(self, row: int, params: SamplingParams, end_ids: Sequence[int], seed: int) -> None:
-        """Give `row` to a request; again after a preemption, where the same arguments continue the same stream.
+    def set_row(
+        self,
+        row: int,
+        params: SamplingParams,
+        end_ids: Sequence[int],
+        seed: int,
+        sample: int = 0,
+        prompt: Sequence[int] = (),
+        output: Sequence[int] = (),
+        bad_words: Sequence[Sequence[int]] = (),
+    ) -> None:
+        """Give `row` to a request; again after a preemption, where the tokens so far continue the same stream.
 
         `end_ids` and the request's stop ids are masked while fewer than `min_tokens` tokens exist. `seed` numbers the
         stream of a request without a seed of its own; `params.seed` stands for itself, whatever the engine's seed.
+        `sample` 1, 2, ... are further streams of the same request. `bad_words` are token sequences never completed.
         """
         own = params.seed
-        self._key[row] = stream_key(own) if own is not None else derived_key(self._seed, seed)
+        self._key[row] = sample_key(stream_key(own) if own is not None else derived_key(self._seed, seed), sample)
         self._greedy[row] = params.greedy
         self._temperature[row] = params.temperature
         self._top_k[row] = min(params.top_k, self.vocab_size) if params.top_k > 0 else self.vocab_size
         self._top_p[row] = params.top_p
         self._min_p[row] = params.min_p
         self._cuts[row] = self._top_k[row] < self.vocab_size or params.top_p < 1 or params.min_p > 0
-        self._min_tokens[row] = params.min_tokens
-        # An id outside the vocabulary (some files name such an end token) is never drawn: nothing to mask.
-        inside = {i for i in (*end_ids, *params.stop_token_ids) if 0 <= i < self.vocab_size}
-        self._end_ids[row] = np.array(sorted(inside), np.int64)
+        self._adjuster.set_row(row, params, end_ids, prompt, output, bad_words)
 
     def __call__(self, logits: torch.Tensor, rows: Rows, index: Int64) -> Int32:
         """Draw: logits [n, V] float32 on any device, rows [n], index [n] (tokens the row already has) -> ids [n].
 
         -1 stands for a row whose logits hold a NaN or are all minus infinity. Plus infinity means certainty, shared
         equally where there are several. Of equal logits the lowest id is the most probable. Logits are not changed.
-        Raises `ConfigError` for another number of columns than the vocabulary's.
+        The rows' tokens are remembered where a penalty or a bad word depends on them. Raises `ConfigError` for another
+        number of columns than the vocabulary's.
         """
         if logits.ndim != 2 or logits.shape[1] != self.vocab_size:
             shape = tuple(logits.shape)
             raise ConfigError(f"logits of shape {shape} given to a sampler for a vocabulary of {self.vocab_size}")
-        logits = self._mask_ends(logits.detach().to(torch.float32), rows, index)
+        logits = self._adjuster.apply(logits.detach().to(torch.float32), rows, index)
         best, top = _most_probable(logits)
         bad = np.isnan(top) | (top == -np.inf)
         best[bad] = -1
         random = np.flatnonzero(~(self._greedy[rows] | bad))
         if random.size:
             self._draw(best, logits, top, random, rows, index)
+        self._adjuster.record(rows, best)
         return best.astype(np.int32)
-
-    def _mask_ends(self, logits: torch.Tensor, rows: Rows, index: Int64) -> torch.Tensor:
-        early = np.flatnonzero(index < self._min_tokens[rows])
-        if not early.size:
-            return logits
-        ids = [self._end_ids[row] for row in rows[early]]
-        at = np.repeat(early, [len(row_ids) for row_ids in ids])
-        place = torch.from_numpy(np.stack([at, np.concatenate(ids)])).to(logits.device)
-        masked = logits.clone()
-        masked[place[0], place[1]] = -torch.inf
-        return masked
 
     def _draw(self, out: Ids, logits: torch.Tensor, top: Top, random: Ids, rows: Rows, index: Int64) -> None:
         """Fill `out` at the positions `random`."""
         certain = random[top[random] == np.inf]
         if certain.size:
-            logits, top = _only_infinite(logits, top, certain)
+            logits, top = only_infinite(logits, top, certain)
         weights = Weights(logits, top, self._temperature[rows])
         numbers = uniform(self._key[rows[random]], index[random])
         cut = self._cuts[rows[random]]
@@ -124,12 +123,3 @@ def _most_probable(logits: torch.Tensor) -> tuple[Ids, Top]:
         return best, host[np.arange(len(best)), best]
     ids = logits.argmax(1)
     return ids.cpu().numpy(), logits.gather(1, ids[:, None])[:, 0].cpu().numpy()
-
-
-def _only_infinite(logits: torch.Tensor, top: Top, certain: Ids) -> tuple[torch.Tensor, Top]:
-    """Copies in which the rows `certain` hold 0 for plus infinity and minus infinity elsewhere, and their top is 0."""
-    place = torch.from_numpy(certain).to(logits.device)
-    logits, top = logits.clone(), top.copy()
-    logits[place] = torch.where(logits[place] == torch.inf, 0.0, -torch.inf)
-    top[certain] = 0
-    return logits, top

@@ -11,6 +11,7 @@ import numpy.typing as npt
 import torch
 
 Floats = npt.NDArray[np.float64]
+Float32s = npt.NDArray[np.float32]
 Ids = npt.NDArray[np.int64]
 
 _BLOCK = 256  # tokens that are summed before the draw looks inside
@@ -89,3 +90,12 @@ class Weights:
     def _finish(self, below_top: torch.Tensor, which: torch.Tensor | slice) -> None:
         """Turn logit - top into weights, in place."""
         below_top.div_(self._temperature[which]).exp_().mul_(self.scale).round_()
+
+
+def only_infinite(logits: torch.Tensor, top: Float32s, certain: Ids) -> tuple[torch.Tensor, Float32s]:
+    """Copies in which the rows `certain` hold 0 for plus infinity and minus infinity elsewhere, and their top is 0."""
+    place = torch.from_numpy(certain).to(logits.device)
+    logits, top = logits.clone(), top.copy()
+    logits[place] = torch.where(logits[place] == torch.inf, 0.0, -torch.inf)
+    top[certain] = 0
+    return logits, top

@@ -137,8 +137,11 @@ def test_a_line_of_a_jsonl_file_may_ask_for_its_own_end_and_seed(run, model, tmp
         ('{"prompt": "x", "id": true}', "'id' must be text or a whole number, not bool"),
         ('{"id": 1}', '"prompt" or "prompt_token_ids" is needed'),
         ('{"prompt": "x", "prompt": "y"}', "a name stands in it twice"),
-        ('{"prompt": "x", "max_tokens": 0}', "max_tokens must be"),
-        ('{"prompt": "x", "n": 2}', "n is not built yet"),
+        ('{"prompt": "x", "max_tokens": 0}', "max_tokens=0 only scores the prompt"),
+        ('{"prompt": "x", "n": 2, "temperature": 1}', "n=2: here each prompt has one answer"),
+        ('{"prompt": "x", "best_of": 2}', "best_of is not built yet"),
+        ('{"prompt": "x", "logprobs": 2}', "logprobs has no place in plain text: add --json"),
+        ('{"prompt": "x", "max_tokens": 0, "prompt_logprobs": 1}', "prompt_logprobs has no place in plain text"),
         ("[" * 100_000, "not a JSON object"),
     ],
 )
