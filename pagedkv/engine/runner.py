@@ -33,7 +33,7 @@ class Runner:
             self.backend.wait(self.backend.copy_blocks(self.pool, self.pool, pairs))
 
     def run(self, step: Step) -> torch.Tensor:
-        """Logits [len(step.sample), vocabulary] in fp32, on the backend's device."""
+        """Logits [len(step.logits_at), vocabulary] in fp32, on the backend's device."""
         if len(step.copies):
             self.backend.wait(self.backend.copy_blocks(self.pool, self.pool, step.copies))
         plan = self.backend.plan(self.pool, 0, step.batch)

@@ -19,7 +19,7 @@ from pagedkv.api import (
 from pagedkv.api.errors import ConfigError
 from pagedkv.config import DTYPES, EngineConfig, claim_options, show_bytes
 from pagedkv.core.negotiation import Choice, Requirements, negotiate
-from pagedkv.core.scheduler import Scheduler, SchedulerConfig
+from pagedkv.core.scheduler import MAX_SCORED, Scheduler, SchedulerConfig
 from pagedkv.engine.memory import MemoryPlan, MemoryRequest, plan_memory, read_memory
 from pagedkv.engine.runner import Runner
 from pagedkv.models.bridge import BridgedCheckpoint, BridgedConfig, BridgedDecoder
@@ -195,7 +195,7 @@ def _plan(
         kv_cache_bytes=config.kv_cache_bytes,
         fraction=config.gpu_memory_utilization,
         weights=_weight_bytes(checkpoint, choice.dtype),
-        workspace=_workspace(checkpoint, tokens, rows, choice.dtype),
+        workspace=_workspace(checkpoint, tokens, rows + min(MAX_SCORED, tokens), choice.dtype),
         block_size=choice.block_size,
         max_num_seqs=rows,
         max_model_len=max_model_len,
