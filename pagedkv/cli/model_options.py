@@ -41,6 +41,10 @@ OPTIONS: Mapping[str, Mapping[str, Any]] = {
     "batch_invariant": {"help": "The same tokens whatever else is in the batch.", "is_flag": True},
     "tokenizer": {"help": "Take the tokenizer from another folder, file or hub id.", "metavar": "MODEL"},
     "load_format": {"help": "auto, safetensors, gguf, or dummy for random weights.", "metavar": "FORMAT"},
+    "model_impl": {
+        "help": "What runs the model: auto, native, or transformers (its modules over the paged cache).",
+        "metavar": "NAME",
+    },
     "revision": {"help": "Branch, tag or commit of a hub id.", "metavar": "NAME"},
     "engine_seed": {"help": "Seed of the requests that bring none.", **_COUNT},
 }

@@ -38,6 +38,9 @@ NAME = "pagedkv"
 INSTALL = "pip install 'transformers>=5'"
 OLDEST = 5
 
+MOST_LAYERS = 4096
+"""More is damage or an attack, and would be made one by one."""
+
 DUMMY_SEED = 0
 PROBE_TOKENS = 8
 PROBE_DTYPE = torch.bfloat16
@@ -169,6 +172,8 @@ def _kind_against(transformers: Any, config: Any, raw: Mapping[str, Any]) -> str
         return f"architectures is {named}, and only {own} writes text"
     if config.get_text_config() is not config or any(hasattr(config, n) for n in ("vision_config", "audio_config")):
         return "it takes more than text, and inputs other than tokens are not built yet"
+    if not 1 <= int(getattr(config, "num_hidden_layers", 0)) <= MOST_LAYERS:
+        return f"num_hidden_layers is {config.num_hidden_layers}, and a model has 1 to {MOST_LAYERS}"
     if getattr(config, "add_cross_attention", False):
         return "it has cross attention, which is not built yet"
     if raw.get("quantization_config"):
@@ -253,7 +258,7 @@ class Skeleton:
 
     def workspace(self, tokens: int, rows: int, dtype: str) -> int:
         """Bytes that one forward of `tokens` tokens and `rows` rows of logits takes, an upper bound with some spare."""
-        peak = _Peak([*self.model.parameters(), *self.model.buffers()])
+        peak = Peak([*self.model.parameters(), *self.model.buffers()])
         attend: Attend = lambda layer, q, k, v, out: None  # noqa: E731
         with peak, _named("a forward without weights"):
             self.port.run(attend, lambda: self._forward(tokens, min(rows, tokens)))
@@ -261,7 +266,7 @@ class Skeleton:
         return int(peak.most * scale * SPARE) + rows * self.vocab_size * 4
 
 
-class _Peak(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Peak(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """The most bytes of tensors alive at once, `weights` and what is seen of them aside."""
 
     def __init__(self, weights: Sequence[Tensor]) -> None:
@@ -503,7 +508,8 @@ class BridgedDecoder:
 
     def _check(self, dtype: torch.dtype, device: str) -> None:
         config = self.config
-        check(self.forward, self._alone, config.layers, self._port.sinks, config.vocab_size, dtype, device)
+        with _named(f"model_type {config.model_type}, compared with itself after loading"):
+            check(self.forward, self._alone, config.layers, self._port.sinks, config.vocab_size, dtype, device)
 
     def _alone(self, ids: Sequence[int]) -> Tensor:
         """Logits [T, V] of one text with the library's own attention and nothing of ours."""

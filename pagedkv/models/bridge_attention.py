@@ -47,9 +47,13 @@ FARTHEST = 1 << 17
 
 
 class Marker(Tensor):
-    """Stands where a model expects its mask: one element that broadcasts, and the rule the model asked for."""
+    """Stands where a model expects its mask: one element that broadcasts, and the rule the model asked for.
+
+    `window` is what the rule was found to be, once it was examined: layers mostly share one mask.
+    """
 
     rule: MaskRule
+    window: int | None
 
     @staticmethod
     def of(rule: MaskRule, device: Any) -> Marker:
@@ -182,7 +186,8 @@ def read_call(module: Any, q: Tensor, named: Mapping[str, Any]) -> Call:
 def window_of(mask: Any, max_position: int, layer: int) -> int | None:
     """The sliding window of the mask that a layer got, None where every earlier key is visible.
 
-    Raises `ModelError` for a mask that is not the registry's own, or neither causal nor a causal sliding window.
+    Examined up to `max_position`, or `FARTHEST` where that is less. Raises `ModelError` for a mask that is not the
+    registry's own, or neither causal nor a causal sliding window.
     """
     if not is_marker(mask):
         what = "no mask" if mask is None else "a mask of its own making"
@@ -190,16 +195,25 @@ def window_of(mask: Any, max_position: int, layer: int) -> int | None:
             f"attention layer {layer} uses {what} instead of the one asked for by name, so it may see other tokens "
             "than a paged cache would show it"
         )
-    end = min(max_position, FARTHEST) - 1
+    if not hasattr(mask, "window"):
+        try:
+            mask.window = _examine(mask.rule, min(max_position, FARTHEST) - 1)
+        except ModelError as error:
+            raise ModelError(f"the mask of attention layer {layer} {error}") from error
+    return mask.window
+
+
+def _examine(rule: MaskRule, end: int) -> int | None:
+    """The window of a rule over positions 0 .. end."""
     try:
-        keys = _visible(mask.rule, end, end).nonzero().flatten()
+        keys = _visible(rule, end, end).nonzero().flatten()
         first = int(keys[0]) if len(keys) else end
         window = end - first + 1 if first else None
-        known = all(torch.equal(_visible(mask.rule, q, end), _expected(q, end, window)) for q in _samples(end, window))
+        known = all(torch.equal(_visible(rule, q, end), _expected(q, end, window)) for q in _samples(end, window))
     except (RuntimeError, IndexError, NotImplementedError) as error:
-        raise ModelError(f"the mask of attention layer {layer} depends on more than positions: {error}") from error
+        raise ModelError(f"depends on more than positions: {error}") from error
     if not known:
-        raise ModelError(f"the mask of attention layer {layer} is neither causal nor a sliding window (chunked, maybe)")
+        raise ModelError("is neither causal nor a sliding window (chunked, maybe)")
     return window
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from math import isnan
 
 import torch
 from torch import Tensor
@@ -57,9 +58,12 @@ def check(
         logits = forward(_tensor(ids, device), _tensor(positions, device), cache.attend, rows)
         for kept, part in zip(got, torch.split(logits, cache.counts), strict=True):
             kept.append(part)
-    error = max(_difference(torch.cat(kept), alone(text)) for kept, text in zip(got, texts, strict=True))
+    errors = [_difference(torch.cat(kept), alone(text)) for kept, text in zip(got, texts, strict=True)]
+    error = sum(errors) if any(map(isnan, errors)) else max(errors)
     _log.info("bridge check: logits differ from the library's own by %.1e of their spread", error)
-    if not error <= TOLERANCES[dtype]:
+    if isnan(error):
+        raise ModelError("the logits are not numbers: the weights are damaged, or exceed the range of the dtype")
+    if error > TOLERANCES[dtype]:
         raise ModelError(
             f"the model gives other logits with a paged cache than alone (off by {error:.2g} of their spread): it "
             "keeps a state outside attention, or takes positions from the batch. It cannot run through the bridge"
@@ -67,9 +71,12 @@ def check(
 
 
 def _difference(got: Tensor, expected: Tensor) -> float:
-    """Root mean square of the difference over that of the expected logits around their mean; NaN when either is."""
-    centred = expected - expected.mean(-1, keepdim=True)
-    return float((got - expected).norm() / centred.norm().clamp(min=1e-30))
+    """Root mean square of the difference over that of the expected logits around their mean; NaN when either is.
+
+    Logits that hardly differ among themselves are measured by a thousandth of their size.
+    """
+    spread = (expected - expected.mean(-1, keepdim=True)).norm()
+    return float((got - expected).norm() / torch.maximum(spread, 1e-3 * expected.norm()).clamp(min=1e-30))
 
 
 def _tensor(values: Sequence[int], device: str) -> Tensor:

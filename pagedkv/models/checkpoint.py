@@ -11,20 +11,11 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-import numpy as np
-
 from pagedkv.api.errors import ConfigError, ModelError
 from pagedkv.models.config import ModelConfig
-from pagedkv.models.gguf import GgufFile, TensorInfo
-from pagedkv.models.gguf_config import (
-    INTERLEAVED_ROPE,
-    ROPE_FREQS,
-    gguf_name,
-    hf_name,
-    main_type,
-    parse_gguf_config,
-)
-from pagedkv.models.gguf_quants import CHUNK_WEIGHTS, Bytes, dequantize_into
+from pagedkv.models.gguf import GgufFile
+from pagedkv.models.gguf_config import main_type, parse_gguf_config
+from pagedkv.models.gguf_tensors import GgufTensors
 from pagedkv.models.safetensors_files import SafetensorsFiles
 from pagedkv.models.tensor_shapes import check_tensors, tensor_shapes
 from pagedkv.models.tokenizer import Tokenizer, load_hf_tokenizer, read_json
@@ -222,7 +213,12 @@ def _hf_config(folder: Path) -> ModelConfig:
     if quantized := config.get("quantization_config"):
         method = quantized.get("quant_method") if isinstance(quantized, dict) else quantized
         raise ModelError(f"{folder}: weights quantized by {method!r} are not built yet. Use the unquantized model.")
-    return parse_hf_config(config, read_json(generation) if generation.is_file() else None)
+    try:
+        return parse_hf_config(config, read_json(generation) if generation.is_file() else None)
+    except ModelError as error:
+        raise ModelError(
+            f"{error}. (So says the native decoder; with model_impl='transformers', transformers reads the config.)"
+        ) from error
 
 
 class SafetensorsCheckpoint:
@@ -308,12 +304,11 @@ class GgufCheckpoint:
         self._file = GgufFile(path)
         self._load_tokenizer = load_tokenizer
         self.config = parse_gguf_config(self._file)
-        self._interleaved = self._file.metadata["general.architecture"] in INTERLEAVED_ROPE
-        tensors = {hf_name(name): info for name, info in self._file.tensors.items() if name != ROPE_FREQS}
-        shapes = {name: info.shape for name, info in tensors.items()}
+        self._tensors = GgufTensors(self._file, self.config)
+        shapes = {name: place.shape for name, place in self._tensors.places.items()}
         check_tensors(self.config, shapes, dict.fromkeys(shapes, str(path)), str(path))
         self._names = frozenset(tensor_shapes(self.config))
-        self.weight_bytes = sum(info.nbytes for info in tensors.values())
+        self.weight_bytes = self._tensors.nbytes
         self.quantization = main_type(self._file) if self.config.dtype is None else None
 
     def names(self) -> frozenset[str]:
@@ -324,19 +319,9 @@ class GgufCheckpoint:
         """The dequantized tensor in `dtype`."""
         if name not in self._names:
             raise ModelError(f"{self.path}: the model has no tensor {name!r}.")
-        info = self._file.tensors[gguf_name(name)]
-        raw = self._file.raw(info)
-        if self._interleaved and (heads := self._heads_of(name)):
-            raw = _halves_from_pairs(raw, info, heads)
-        tensor = _dequantize(raw, info, dtype)
-        _check_range(tensor, f"{self.path}: tensor {info.name!r}")
+        tensor = self._tensors.read(name, dtype)
+        _check_range(tensor, f"{self.path}: tensor {self._tensors.places[name].info.name!r}")
         return tensor
-
-    def _heads_of(self, name: str) -> int:
-        """How many heads the rows of a rotated projection belong to; 0 for every other tensor."""
-        if ".q_proj." in name:
-            return self.config.num_heads
-        return self.config.num_kv_heads if ".k_proj." in name else 0
 
     def tokenizer(self) -> Tokenizer:
         """The file's tokenizer, or the one named when it was opened."""
@@ -345,39 +330,6 @@ class GgufCheckpoint:
     def close(self) -> None:
         """Let go of the file."""
         self._file.close()
-
-
-def _dequantize(raw: Bytes, info: TensorInfo, dtype: torch.dtype) -> torch.Tensor:
-    """The tensor in `dtype`, converted piece by piece so that no float32 copy of it exists beside the result."""
-    import torch
-
-    kind = info.type
-    result = torch.empty(info.shape, dtype=dtype)
-    if dtype == torch.float32:
-        dequantize_into(raw, kind, result.numpy())
-        return result
-    flat, piece = result.view(-1), torch.empty(CHUNK_WEIGHTS, dtype=torch.float32)
-    for start in range(0, flat.numel(), CHUNK_WEIGHTS):
-        size = min(CHUNK_WEIGHTS, flat.numel() - start)
-        at, end = (number // kind.block_size * kind.block_bytes for number in (start, start + size))
-        dequantize_into(raw[at:end], kind, piece[:size].numpy())
-        flat[start : start + size] = piece[:size]
-    return result
-
-
-def _halves_from_pairs(raw: Bytes, info: TensorInfo, num_heads: int) -> Bytes:
-    """Undo llama.cpp's order of q and k rows: in each head (2i, 2i + 1) there is (i, i + dim / 2) here.
-
-    raw [bytes] of a tensor [heads * dim, ...] -> the same bytes, whole rows moved. Source: `permute` in llama.cpp's
-    convert_hf_to_gguf.py. Raises `ModelError` for a quantized bias, whose rows share blocks.
-    """
-    rows = info.shape[0]
-    if info.type.quantized and len(info.shape) == 1:
-        raise ModelError(
-            f"tensor {info.name!r} is a bias of type {info.type.name}; biases are read as F32, F16 or BF16."
-        )
-    pairs = raw.reshape(num_heads, rows // num_heads // 2, 2, len(raw) // rows)
-    return np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(-1)
 
 
 def _check_range(tensor: torch.Tensor, what: str) -> None:

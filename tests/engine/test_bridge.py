@@ -78,6 +78,18 @@ def test_a_native_family_through_transformers_is_the_native_one(family: str) -> 
         assert token_ids(llm.generate(PROMPTS, greedy(COUNT), use_tqdm=False)) == native
 
 
+def test_two_bridged_engines_at_once_keep_apart() -> None:
+    with LLM(bridged("gpt2"), **SETTINGS) as one, LLM(bridged("gpt2"), **SETTINGS | {"block_size": 3}) as two:
+        for llm in (one, two):
+            for prompt in PROMPTS[1:]:
+                llm.engine.add_request(prompt, greedy(COUNT))
+        ids: dict[str, list[list[int]]] = {"one": [], "two": []}
+        while one.engine.has_unfinished_requests() or two.engine.has_unfinished_requests():
+            for name, llm in (("one", one), ("two", two)):
+                ids[name] += [output.outputs[0].token_ids for _, output in llm.engine.step()]
+        assert sorted(ids["one"]) == sorted(ids["two"]) == sorted(oracle("gpt2")[0][1:])
+
+
 def test_half_precision_is_that_of_transformers() -> None:
     prompt = PROMPTS[-1]
     with LLM(bridged("olmo2"), **SETTINGS, dtype="bfloat16") as llm:

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from pagedkv.errors import ConfigError, ModelError
-from pagedkv.models.bridge import BridgedCheckpoint, BridgedDecoder
+from pagedkv.models.bridge import BridgedCheckpoint, BridgedDecoder, Peak
 from pagedkv.models.checkpoint import open_checkpoint
 from tests.helpers.plain import OpsOnlyBackend
 from tests.helpers.tiny_bridged import BRIDGED, bridged_model, config_folder
@@ -74,6 +74,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         "not_a_model.*code of its own",
     ),
     ({"model_type": "gpt2", "n_positions": 0}, "max_position_embeddings is 0"),
+    ({"model_type": "gpt2", "n_layer": 10**9}, "num_hidden_layers is 1000000000"),
     ({"model_type": "gpt2", "n_embd": -4}, "transformers raised"),
 ]
 
@@ -82,7 +83,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 def test_a_model_that_cannot_use_blocks_is_refused_by_name(tmp_path: Path, fields: dict[str, Any], words: str) -> None:
     with pytest.raises(ModelError, match=f"(?s){words}") as caught:
         opened(config_folder(tmp_path, **fields))
-    print(caught.value)
+    assert str(tmp_path) in str(caught.value)
 
 
 def test_transformers_that_is_not_there_is_named_with_what_to_run(tmp_path: Path) -> None:
@@ -177,6 +178,19 @@ def test_memory_is_known_before_loading(tmp_path: Path) -> None:
     assert planned < 20 * (hidden + inner) + 4 * logits
     assert checkpoint.workspace(640, 8, "fp32") > 8 * (planned - 3 * logits)
     assert checkpoint.workspace(64, 8, "bf16") < planned
+
+
+@pytest.mark.parametrize("family", ["gpt2", "starcoder2", "cohere", "olmoe", "gpt_oss", "deepseek_v3"])
+def test_no_forward_takes_more_memory_than_planned(tmp_path: Path, family: str) -> None:
+    checkpoint = opened(bridged_model(tmp_path, family), load_format="auto")
+    decoder = BridgedDecoder.load(checkpoint, OpsOnlyBackend(), "fp32")
+    ids = torch.arange(200) % 97
+    decoder.forward(ids, ids, lambda layer, q, k, v, out: out.zero_(), ids[:16])
+    peak = Peak([*decoder._model.parameters(), *decoder._model.buffers()])
+    with peak:
+        decoder.forward(ids, ids, lambda layer, q, k, v, out: out.zero_(), ids[:16])
+    planned = checkpoint.workspace(200, 16, "fp32")
+    assert peak.most < planned < 4 * peak.most
 
 
 # -- weights -----------------------------------------------------------------------------------------------------------
