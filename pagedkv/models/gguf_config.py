@@ -1,7 +1,7 @@
-"""From the metadata of a GGUF file to a `ModelConfig`, and from its tensor names to those of Hugging Face.
+"""From the metadata of a GGUF file to a `ModelConfig`.
 
-What changes the computation and is not understood is refused by name, never ignored. Key names:
-https://github.com/ggml-org/ggml/blob/master/docs/gguf.md and `llama-arch.cpp` of llama.cpp.
+What changes the computation and is not understood is refused by name, never ignored. What a file leaves to its reader
+follows `llama-model.cpp` of llama.cpp.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
-
 from pagedkv.api.errors import ModelError
-from pagedkv.models.config import ModelConfig, RopeConfig
+from pagedkv.models.config import ExpertsConfig, ModelConfig
 from pagedkv.models.gguf import ArrayRef, GgufFile
-from pagedkv.models.gguf_quants import READABLE_NAMES, dequantize_into
+from pagedkv.models.gguf_keys import Keys
+from pagedkv.models.gguf_quants import READABLE_NAMES
+from pagedkv.models.gguf_rope import gguf_rope, local_rope
 
 _log = logging.getLogger("pagedkv.models")
 
@@ -25,11 +25,20 @@ ARCHITECTURES: Mapping[str, str] = {
     "llama": "LlamaForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
+    "qwen3moe": "Qwen3MoeForCausalLM",
+    "gemma2": "Gemma2ForCausalLM",
+    "gemma3": "Gemma3ForCausalLM",
+    "phi3": "Phi3ForCausalLM",
+    "granite": "GraniteForCausalLM",
+    "smollm3": "SmolLM3ForCausalLM",
 }
-INTERLEAVED_ROPE = ("llama",)
-"""Architectures whose q and k rows llama.cpp stores in pairs (2i, 2i + 1) instead of halves (i, i + dim / 2)."""
+_WINDOW_EVERY = {"gemma2": 2, "gemma3": 6}
+"""Every n-th layer is without a window."""
+_GEMMA2_WINDOW = 4096
+_GEMMA_27B_LAYERS = {"gemma2": 46, "gemma3": 62}
+_LOCAL_THETA = {"gemma3": 10000.0}
+_NO_ROPE_EVERY = 4
 
-ROPE_FREQS = "rope_freqs.weight"
 DTYPES: Mapping[str, str] = {"F32": "fp32", "F16": "fp16", "BF16": "bf16"}
 CONTROL = 3
 
@@ -48,98 +57,6 @@ END_TEXTS = frozenset(
 )
 """Tokens that end a text in the model families that write them, whatever the file's own end token is."""
 
-_GLOBAL_NAMES = {
-    "model.embed_tokens": "token_embd",
-    "model.norm": "output_norm",
-    "lm_head": "output",
-}
-_LAYER_NAMES = {
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-}
-
-# Keys that mean "as usual" with one of these values; with any other the model computes something else.
-_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
-    "attention.causal": (True,),
-    "attention.clamp_kqv": (0.0,),
-    "attention.max_alibi_bias": (0.0,),
-    "attention.scale": (0.0,),
-    "attn_logit_softcapping": (0.0,),
-    "embedding_scale": (0.0, 1.0),
-    "expert_count": (0,),
-    "expert_used_count": (0,),
-    "final_logit_softcapping": (0.0,),
-    "leading_dense_block_count": (0,),
-    "logit_scale": (0.0, 1.0),
-    "nextn_predict_layers": (0,),
-    "pooling_type": (0,),
-    "residual_scale": (0.0, 1.0),
-    "rope.scaling.yarn_ext_factor": (1.0, -1.0),
-    "rope.scaling.yarn_attn_factor": (1.0,),
-    "rope.scaling.yarn_log_multiplier": (0.0,),
-    "tensor_data_layout": ("Meta AI original pth",),
-    "use_parallel_residual": (False,),
-}
-# Keys that describe the file or its making.
-_IGNORED = frozenset({"vocab_size", "attention.layer_norm_epsilon", "rope.scaling.finetuned"})
-
-
-class _Keys:
-    """Typed access to the keys of one architecture, remembering which of them were read."""
-
-    def __init__(self, file: GgufFile, architecture: str) -> None:
-        self.file = file
-        self.prefix = f"{architecture}."
-        self.read: set[str] = set()
-
-    def get(self, key: str) -> Any:
-        self.read.add(key)
-        value = self.file.metadata.get(self.prefix + key)
-        return self._same_in_all_layers(key) if isinstance(value, ArrayRef) else value
-
-    def _same_in_all_layers(self, key: str) -> Any:
-        values = list(dict.fromkeys(self.file.array(self.prefix + key)))
-        if len(values) != 1:
-            raise self.wrong(key, f"differs between layers ({len(values)} values), which cannot be run yet")
-        return values[0].item() if isinstance(values[0], np.generic) else values[0]
-
-    def count(self, key: str, default: int | None = None, *, most: int = 1 << 24) -> int:
-        value = self.get(key)
-        if value is None and default is not None:
-            return default
-        if type(value) is not int or not 1 <= value <= most:
-            raise self.wrong(key, f"is {value!r}, not a whole number from 1 to {most}")
-        return value
-
-    def number(self, key: str, default: float | None = None) -> float:
-        value = self.get(key)
-        if value is None and default is not None:
-            return default
-        if type(value) not in (int, float) or not math.isfinite(value) or value < 0:
-            raise self.wrong(key, f"is {value!r}, not a number of 0 or more")
-        return float(value)
-
-    def wrong(self, key: str, what: str) -> ModelError:
-        return ModelError(f"{self.file.path}: metadata key {self.prefix + key!r} {what}.")
-
-    def refuse_unread(self) -> None:
-        """Refuse every key that nothing has read and that is not at a value without effect."""
-        for full, value in self.file.metadata.items():
-            key = full.removeprefix(self.prefix)
-            if key == full or key in self.read or key in _IGNORED or value in _NEUTRAL.get(key, ()):
-                continue
-            shown = "an array" if isinstance(value, ArrayRef) else repr(value)
-            raise self.wrong(key, f"is {shown}: this changes how the model computes in a way that is not built yet")
-
 
 def parse_gguf_config(file: GgufFile) -> ModelConfig:
     """The configuration of the model in `file`.
@@ -148,13 +65,16 @@ def parse_gguf_config(file: GgufFile) -> ModelConfig:
     """
     architecture = _architecture(file)
     _check_types(file)
-    keys = _Keys(file, architecture)
+    keys = Keys(file, architecture)
     num_layers = keys.count("block_count", most=max(1, len(file.tensors)))
     num_heads = keys.count("attention.head_count")
     hidden = keys.count("embedding_length")
     head_dim = _head_dim(keys, hidden, num_heads)
+    rope = gguf_rope(keys, architecture, head_dim)
+    experts = _experts(keys, architecture, num_layers)
     config = ModelConfig(
-        architecture=ARCHITECTURES[architecture],
+        **_departures(keys, architecture, hidden, num_layers, num_heads, head_dim),
+        architecture="MixtralForCausalLM" if architecture == "llama" and experts else ARCHITECTURES[architecture],
         vocab_size=_vocab_size(file, architecture),
         hidden_size=hidden,
         intermediate_size=keys.count("feed_forward_length"),
@@ -164,9 +84,13 @@ def parse_gguf_config(file: GgufFile) -> ModelConfig:
         head_dim=head_dim,
         max_position=keys.count("context_length", most=1 << 24),
         rms_norm_eps=keys.number("attention.layer_norm_rms_epsilon"),
-        rope=_rope(keys, architecture, head_dim),
-        windows=(_window(keys),) * num_layers,
+        rope=rope,
+        local_rope=local_rope(keys, rope.dim, _LOCAL_THETA.get(architecture)),
+        no_rope_layers=_no_rope_layers(keys, architecture, num_layers),
+        windows=_windows(keys, architecture, num_layers),
+        experts=experts,
         tie_word_embeddings="output.weight" not in file.tensors,
+        fused="blk.0.attn_qkv.weight" in file.tensors,
         qkv_bias="blk.0.attn_q.bias" in file.tensors,
         o_bias="blk.0.attn_output.bias" in file.tensors,
         mlp_bias="blk.0.ffn_up.bias" in file.tensors,
@@ -206,7 +130,7 @@ def _check_types(file: GgufFile) -> None:
         )
 
 
-def _head_dim(keys: _Keys, hidden: int, num_heads: int) -> int:
+def _head_dim(keys: Keys, hidden: int, num_heads: int) -> int:
     head_dim = keys.count("attention.key_length", max(1, hidden // num_heads), most=1 << 16)
     if head_dim % 2:
         raise keys.wrong("attention.key_length", f"gives a head dimension of {head_dim}, which is odd")
@@ -215,7 +139,7 @@ def _head_dim(keys: _Keys, hidden: int, num_heads: int) -> int:
     return head_dim
 
 
-def _kv_heads(keys: _Keys, num_heads: int) -> int:
+def _kv_heads(keys: Keys, num_heads: int) -> int:
     kv_heads = keys.count("attention.head_count_kv", num_heads)
     if num_heads % kv_heads:
         raise keys.wrong("attention.head_count_kv", f"is {kv_heads}, which does not divide {num_heads} heads")
@@ -233,51 +157,70 @@ def _vocab_size(file: GgufFile, architecture: str) -> int:
     return info.shape[0]
 
 
-def _window(keys: _Keys) -> int | None:
+def _windows(keys: Keys, architecture: str, layers: int) -> tuple[int | None, ...]:
     window = keys.get("attention.sliding_window")
-    return None if window in (None, 0) else keys.count("attention.sliding_window", most=1 << 24)
+    if window is None and architecture == "gemma2":
+        window = _GEMMA2_WINDOW
+    elif window not in (None, 0):
+        window = keys.count("attention.sliding_window", most=1 << 24)
+    if architecture not in _WINDOW_EVERY:
+        return (window or None,) * layers
+    windowed = keys.flags("attention.sliding_window_pattern")
+    if windowed is None:
+        every = keys.count("attention.sliding_window_pattern", _WINDOW_EVERY[architecture])
+        windowed = [(index + 1) % every != 0 for index in range(layers)]
+    if len(windowed) != layers:
+        raise keys.wrong("attention.sliding_window_pattern", f"has {len(windowed)} entries for {layers} layers")
+    return tuple((window or None) if on else None for on in windowed)
 
 
-def _rope(keys: _Keys, architecture: str, head_dim: int) -> RopeConfig:
-    dim = keys.count("rope.dimension_count", head_dim)
-    if dim > head_dim or dim % 2 or (architecture in INTERLEAVED_ROPE and dim != head_dim):
-        raise keys.wrong("rope.dimension_count", f"is {dim}, which cannot be run with heads of {head_dim}")
-    theta = keys.number("rope.freq_base", 10000.0)
-    return RopeConfig(theta=theta, dim=dim, freq_factors=_freq_factors(keys.file, dim), **_rope_scaling(keys))
+def _no_rope_layers(keys: Keys, architecture: str, layers: int) -> tuple[int, ...]:
+    if architecture == "smollm3":
+        return tuple(range(_NO_ROPE_EVERY - 1, layers, _NO_ROPE_EVERY))
+    # Granite's files use this key as the switch of rope.
+    off = architecture == "granite" and keys.get("rope.scaling.finetuned") is False
+    return tuple(range(layers)) if off else ()
 
 
-def _rope_scaling(keys: _Keys) -> dict[str, Any]:
-    kind = keys.get("rope.scaling.type") or "linear"
-    factor = keys.number("rope.scaling.factor", keys.number("rope.scale_linear", 0.0)) or 1.0
-    original = keys.count("rope.scaling.original_context_length", keys.count("context_length", most=1 << 24))
-    attention = keys.number("rope.scaling.attn_factor", 1.0) or 1.0
-    betas = keys.number("rope.scaling.yarn_beta_fast", 32.0), keys.number("rope.scaling.yarn_beta_slow", 1.0)
-    if kind != "yarn" and attention != 1.0:
-        raise keys.wrong("rope.scaling.attn_factor", f"is {attention:g} without yarn, which is not built yet")
-    if kind == "none" or (kind == "linear" and factor == 1.0):
-        return {}
-    if kind == "linear":
-        return {"kind": "linear", "factor": factor}
-    if kind != "yarn":
-        raise keys.wrong("rope.scaling.type", f"is {kind!r}; none, linear and yarn are built")
-    scaling = {"kind": "yarn", "factor": factor, "original_max_position": original}
-    if attention != 1.0:
-        # The file's factor multiplies YaRN's own, 0.1 ln(factor) + 1 (arXiv 2309.00071, section 3.4).
-        scaling["attention_factor"] = attention * (0.1 * math.log(factor) + 1.0)
-    return scaling | {"beta_fast": betas[0], "beta_slow": betas[1]}
+def _departures(keys: Keys, architecture: str, hidden: int, layers: int, heads: int, head_dim: int) -> dict[str, Any]:
+    """Where Gemma and Granite compute otherwise than Llama; Gemma's norms are stored with their 1 added."""
+    if architecture in _WINDOW_EVERY:
+        caps = (50.0, 30.0) if architecture == "gemma2" else (0.0, 0.0)
+        large = layers == _GEMMA_27B_LAYERS[architecture]
+        return {
+            "activation": "gelu_tanh",
+            "wide_norms": True,
+            "post_norms": True,
+            "embedding_multiplier": math.sqrt(hidden),
+            "attention_scale": (hidden / heads if large else head_dim) ** -0.5,
+            "attention_softcap": keys.number("attn_logit_softcapping", caps[0]) or None,
+            "logit_softcap": keys.number("final_logit_softcapping", caps[1]) or None,
+        }
+    if architecture == "granite":
+        return {
+            "attention_scale": keys.number("attention.scale", 0.0) or None,
+            "embedding_multiplier": keys.scale("embedding_scale", 1.0),
+            "residual_multiplier": keys.scale("residual_scale", 1.0),
+            "logit_divisor": keys.scale("logit_scale", 1.0),
+        }
+    return {}
 
 
-def _freq_factors(file: GgufFile, dim: int) -> tuple[float, ...] | None:
-    info = file.tensors.get(ROPE_FREQS)
-    if info is None:
+def _experts(keys: Keys, architecture: str, layers: int) -> ExpertsConfig | None:
+    """The experts of Mixtral (which is a llama here) and Qwen3-MoE, whose weights are always made to sum to 1."""
+    if architecture not in ("llama", "qwen3moe") or keys.get("expert_count") in (None, 0):
         return None
-    if info.shape != (dim // 2,):
-        raise ModelError(f"{file.path}: tensor {ROPE_FREQS!r} has shape {list(info.shape)}, not [{dim // 2}].")
-    factors = np.empty(dim // 2, np.float32)
-    dequantize_into(file.raw(info), info.type, factors)
-    if not (np.isfinite(factors).all() and (factors > 0).all()):
-        raise ModelError(f"{file.path}: tensor {ROPE_FREQS!r} holds values that are not above 0.")
-    return tuple(float(value) for value in factors)
+    num, per_token = keys.count("expert_count", most=4096), keys.count("expert_used_count", most=4096)
+    if per_token > num:
+        raise keys.wrong("expert_used_count", f"is {per_token} of {num} experts")
+    inner = keys.count("feed_forward_length", most=1 << 24)
+    return ExpertsConfig(
+        num=num,
+        per_token=per_token,
+        intermediate_size=keys.count("expert_feed_forward_length", inner, most=1 << 24),
+        normalize=True,
+        dense_layers=tuple(i for i in range(layers) if f"blk.{i}.ffn_gate_inp.weight" not in keys.file.tensors),
+    )
 
 
 def _dtype(file: GgufFile) -> str | None:
@@ -312,26 +255,3 @@ def end_ids(file: GgufFile) -> tuple[int, ...]:
     if "tokenizer.ggml.tokens" in file.metadata:
         ids += [index for index, text in enumerate(file.array("tokenizer.ggml.tokens")) if text in END_TEXTS]
     return tuple(dict.fromkeys(ids))
-
-
-def gguf_name(name: str) -> str:
-    """The name in GGUF files of the tensor that Hugging Face calls `name`."""
-    stem, _, kind = name.rpartition(".")
-    if stem in _GLOBAL_NAMES:
-        return f"{_GLOBAL_NAMES[stem]}.{kind}"
-    _, _, index, inner = stem.split(".", 3)
-    return f"blk.{index}.{_LAYER_NAMES[inner]}.{kind}"
-
-
-def hf_name(name: str) -> str:
-    """The inverse of `gguf_name`; a name without counterpart is returned as it is."""
-    stem, _, kind = name.rpartition(".")
-    for theirs, ours in _GLOBAL_NAMES.items():
-        if stem == ours:
-            return f"{theirs}.{kind}"
-    if name.startswith("blk."):
-        _, index, rest = stem.split(".", 2) if stem.count(".") >= 2 else ("", "", "")
-        for theirs, ours in _LAYER_NAMES.items():
-            if rest == ours:
-                return f"model.layers.{index}.{theirs}.{kind}"
-    return name

@@ -38,6 +38,10 @@ _TEKKEN = (
     rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*"
     r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+_GPT4O = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_CONTRACTIONS}?|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_CONTRACTIONS}?"
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +65,7 @@ SPLIT_RULES: Mapping[str, SplitRule] = {
     "default": _DEFAULT_RULE,
     "falcon3": _LLAMA3_RULE,
     "gpt-2": _PLAIN_GPT2,
+    "gpt-4o": SplitRule(patterns=(_GPT4O,)),
     "llama-bpe": _LLAMA3_RULE,
     "llama-v3": _LLAMA3_RULE,
     "llama3": _LLAMA3_RULE,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -135,6 +136,107 @@ def _gguf_name(name: str) -> str:
         return f"{_NAMES[stem]}.{kind}"
     index, inner = stem.removeprefix("model.layers.").split(".", 1)
     return f"blk.{index}.{_NAMES[inner]}.{kind}"
+
+
+_ARCHITECTURES = {"gemma3_text": "gemma3", "mixtral": "llama", "qwen3_moe": "qwen3moe"}
+
+
+def convert(model: Any, path: Path) -> Path:
+    """Write a transformers model as llama.cpp's converter does; names are those of the gguf package."""
+    config = model.config
+    architecture = _ARCHITECTURES.get(config.model_type, config.model_type)
+    kind = next(kind for kind, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
+    table = gguf.get_tensor_name_map(kind, config.num_hidden_layers)
+    tensors: dict[str, np.ndarray] = {}
+    for name, value in model.state_dict().items():
+        if name == "lm_head.weight" and config.tie_word_embeddings:
+            continue
+        rows = value.detach().float().numpy()
+        for full, part in _split_experts(name, rows):
+            theirs = table.get_name(full, (".weight", ".bias"))
+            assert theirs is not None, full
+            tensors[theirs] = _as_stored(full, part, architecture, config)
+    scaling = config.rope_parameters if config.model_type == "phi3" else {}
+    for kind_of in ("short", "long"):
+        if f"{kind_of}_factor" in scaling:
+            tensors[f"rope_factors_{kind_of}.weight"] = np.array(scaling[f"{kind_of}_factor"], np.float32)
+    return write_gguf(path, architecture, _converted_keys(config, architecture) | byte_vocabulary(), tensors)
+
+
+def _split_experts(name: str, rows: np.ndarray) -> list[tuple[str, np.ndarray]]:
+    """transformers keeps gate and up of all experts as one tensor [experts, 2 inner, hidden]."""
+    if name.endswith("experts.gate_up_proj"):
+        gate, up = np.split(rows, 2, axis=1)
+        stem = name.removesuffix("gate_up_proj")
+        return [(f"{stem}gate_proj.weight", gate), (f"{stem}up_proj.weight", up)]
+    return [(f"{name}.weight" if name.endswith("experts.down_proj") else name, rows)]
+
+
+def _as_stored(name: str, rows: np.ndarray, architecture: str, config: Any) -> np.ndarray:
+    if architecture in ("llama", "granite", "smollm3") and ("q_proj" in name or "k_proj" in name):
+        heads = config.num_attention_heads if "q_proj" in name else config.num_key_value_heads
+        return np.ascontiguousarray(interleaved(rows, heads))
+    if architecture.startswith("gemma") and name.endswith("norm.weight"):
+        return rows + np.float32(1)
+    return np.ascontiguousarray(rows)
+
+
+def _converted_keys(config: Any, architecture: str) -> dict[str, Any]:
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    rope = config.rope_parameters.get("full_attention", config.rope_parameters)
+    keys = {
+        "block_count": config.num_hidden_layers,
+        "context_length": config.max_position_embeddings,
+        "embedding_length": config.hidden_size,
+        "feed_forward_length": config.intermediate_size,
+        "attention.head_count": config.num_attention_heads,
+        "attention.head_count_kv": config.num_key_value_heads,
+        "attention.layer_norm_rms_epsilon": float(config.rms_norm_eps),
+        "rope.freq_base": float(rope["rope_theta"]),
+        "vocab_size": config.vocab_size,
+    }
+    if architecture in ("gemma2", "gemma3", "qwen3moe"):
+        keys |= {"attention.key_length": head_dim, "attention.value_length": head_dim}
+    if rope["rope_type"] == "linear":
+        keys |= {"rope.scaling.type": "linear", "rope.scaling.factor": float(rope["factor"])}
+    window = getattr(config, "sliding_window", None)
+    if window is not None or architecture == "phi3":
+        keys["attention.sliding_window"] = window or 0
+    return keys | _family_keys(config, architecture, head_dim)
+
+
+def _family_keys(config: Any, architecture: str, head_dim: int) -> dict[str, Any]:
+    if architecture == "gemma2":
+        return {
+            "attn_logit_softcapping": float(config.attn_logit_softcapping),
+            "final_logit_softcapping": float(config.final_logit_softcapping),
+        }
+    if architecture == "granite":
+        return {
+            "attention.scale": float(config.attention_multiplier),
+            "embedding_scale": float(config.embedding_multiplier),
+            "residual_scale": float(config.residual_multiplier),
+            "logit_scale": float(config.logits_scaling),
+        }
+    if architecture == "phi3":
+        return _phi3_keys(config, head_dim)
+    if getattr(config, "num_local_experts", None):
+        inner = {"expert_feed_forward_length": config.moe_intermediate_size} if architecture == "qwen3moe" else {}
+        return {"expert_count": config.num_local_experts, "expert_used_count": config.num_experts_per_tok, **inner}
+    return {}
+
+
+def _phi3_keys(config: Any, head_dim: int) -> dict[str, Any]:
+    original = config.original_max_position_embeddings
+    scale = config.max_position_embeddings / original
+    keys = {
+        "rope.scaling.original_context_length": original,
+        "rope.dimension_count": int(head_dim * config.rope_parameters["partial_rotary_factor"]),
+    }
+    if config.rope_parameters["rope_type"] == "longrope":
+        factor = math.sqrt(1 + math.log(scale) / math.log(original)) if scale > 1 else 1.0
+        keys["rope.scaling.attn_factor"] = factor
+    return keys
 
 
 def random_k_blocks(name: str, rows: int, columns: int, seed: int = 0, scale: float = 0.01) -> np.ndarray:

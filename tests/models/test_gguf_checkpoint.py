@@ -15,8 +15,9 @@ import torch
 
 from pagedkv.api.errors import ModelError
 from pagedkv.models.checkpoint import GgufCheckpoint, open_checkpoint
-from pagedkv.models.gguf import GgufFile
-from pagedkv.models.gguf_config import gguf_name, hf_name
+from pagedkv.models.gguf import GgufFile, TensorInfo
+from pagedkv.models.gguf_quants import tensor_type
+from pagedkv.models.gguf_tensors import hf_names
 from pagedkv.models.hf_config import parse_hf_config
 from tests.helpers.gguf_files import (
     ARCHITECTURE_KEYS,
@@ -117,7 +118,14 @@ def test_what_the_file_mostly_holds_is_named(tmp_path: Path) -> None:
     assert checkpoint.weight_bytes == sum(tensor.n_bytes for tensor in gguf.GGUFReader(path).tensors)
 
 
-def test_names_map_both_ways() -> None:
+def hf_name(name: str) -> str:
+    info = TensorInfo(name=name, shape=(1,), type=tensor_type(0), offset=0, nbytes=4)
+    ((ours, expert),) = hf_names(name, info, "llama")
+    assert expert is None
+    return ours
+
+
+def test_names_are_those_of_the_gguf_package() -> None:
     names = [
         "model.embed_tokens.weight",
         "lm_head.weight",
@@ -126,9 +134,12 @@ def test_names_map_both_ways() -> None:
         "model.layers.0.post_attention_layernorm.weight",
         "model.layers.3.mlp.down_proj.weight",
     ]
-    assert [hf_name(gguf_name(name)) for name in names] == names
-    assert gguf_name("model.layers.11.self_attn.q_proj.bias") == "blk.11.attn_q.bias"
-    assert hf_name("blk.0.ffn_gate_inp.weight") == "blk.0.ffn_gate_inp.weight"
+    table = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, 12)
+    theirs = [table.get_name(name, (".weight", ".bias")) for name in names]
+    assert None not in theirs
+    assert [hf_name(str(name)) for name in theirs] == names
+    assert hf_name("blk.0.ffn_quux.weight") == "blk.0.ffn_quux.weight"
+    assert hf_name("blk.0") == "blk.0"
 
 
 def test_rope_scaling_is_mapped(tmp_path: Path) -> None:
@@ -182,7 +193,12 @@ def test_windows_and_heads_per_layer(tmp_path: Path) -> None:
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "experts": ({"expert_count": 8}, "llama.expert_count' is 8"),
+    "experts": ({"expert_count": 8}, "llama.expert_used_count' is None"),
+    "too many used": ({"expert_count": 8, "expert_used_count": 9}, "expert_used_count' is 9 of 8"),
+    "sigmoid router": (
+        {"expert_count": 8, "expert_used_count": 2, "expert_gating_func": 2},
+        "llama.expert_gating_func' is 2",
+    ),
     "logit scale": ({"logit_scale": 0.5}, "llama.logit_scale' is 0.5"),
     "softcap": ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping"),
     "unknown key": ({"quantum_flux": 1}, "llama.quantum_flux"),
@@ -217,9 +233,9 @@ def test_neutral_values_are_accepted(tmp_path: Path) -> None:
 
 def test_an_unknown_architecture_is_refused(tmp_path: Path) -> None:
     with pytest.raises(
-        ModelError, match="architecture 'gemma2' cannot be run; supported in GGUF are llama, qwen2, qwen3"
+        ModelError, match="architecture 'mamba' cannot be run; supported in GGUF are llama, qwen2, qwen3"
     ):
-        opened(tmp_path, "gemma2")
+        opened(tmp_path, "mamba")
 
 
 def test_unreadable_tensor_types_are_listed(tmp_path: Path) -> None:

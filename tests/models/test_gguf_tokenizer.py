@@ -151,6 +151,7 @@ PIECES = {
     "smollm": ["x", " ", "1", "2", "3", "4", "'s", "   ", " é", "\n", "\n", "b"],
     "llama-bpe": ["x", " ", "123", "4", "'s", "   ", " é", "\n\n", "b"],
     "qwen2": ["x", " ", "1", "2", "3", "4", "'s", "   ", " é", "\n\n", "b"],
+    "gpt-4o": ["x", " ", "123", "4", "'s", "   ", " é", "\n\n", "b"],
 }
 
 
@@ -161,6 +162,12 @@ def test_text_is_split_as_the_rule_says(tmp_path: Path, rule: str) -> None:
     starts = [bounds[0] for _, bounds in pieces]
     text = "x 1234's    é\n\nb"
     assert [text[a:b] for a, b in zip(starts, [*starts[1:], len(text)], strict=True)] == PIECES[rule]
+
+
+def test_gpt_4o_splits_where_case_changes_and_keeps_contractions(tmp_path: Path) -> None:
+    tokenizer = tokenizer_of(tmp_path, ggml__pre="gpt-4o")
+    pieces = tokenizer._backend.pre_tokenizer.pre_tokenize_str("camelCase I'll DON'T")
+    assert [text.replace("Ġ", " ") for text, _ in pieces] == ["camel", "Case", " I'll", " DON'T"]
 
 
 def test_an_unknown_rule_or_kind_is_refused_by_name(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
