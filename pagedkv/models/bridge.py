@@ -128,11 +128,13 @@ def _quiet(transformers: Any) -> Iterator[None]:
 
 
 @contextmanager
-def _named(what: str) -> Iterator[None]:
-    """Let every `ModelError` begin with `what`, and turn what the library raises into one."""
+def _named(what: str, *, ours: bool = True) -> Iterator[None]:
+    """Turn what the library raises into a `ModelError` that begins with `what`; our own too, unless not `ours`."""
     try:
         yield
     except ModelError as error:
+        if not ours:
+            raise
         raise ModelError(f"{what}: {error}") from error
     except (PagedKVError, MemoryError):
         raise
@@ -172,8 +174,9 @@ def _kind_against(transformers: Any, config: Any, raw: Mapping[str, Any]) -> str
         return f"architectures is {named}, and only {own} writes text"
     if config.get_text_config() is not config or any(hasattr(config, n) for n in ("vision_config", "audio_config")):
         return "it takes more than text, and inputs other than tokens are not built yet"
-    if not 1 <= int(getattr(config, "num_hidden_layers", 0)) <= MOST_LAYERS:
-        return f"num_hidden_layers is {config.num_hidden_layers}, and a model has 1 to {MOST_LAYERS}"
+    layers = getattr(config, "num_hidden_layers", None)
+    if not isinstance(layers, int) or not 1 <= layers <= MOST_LAYERS:
+        return f"num_hidden_layers is {layers!r}, and a number from 1 to {MOST_LAYERS} is needed"
     if getattr(config, "add_cross_attention", False):
         return "it has cross attention, which is not built yet"
     if raw.get("quantization_config"):
@@ -230,10 +233,11 @@ class Skeleton:
     """A model on the meta device: its attention calls, its size, its working memory; no weights."""
 
     def __init__(self, transformers: Any, config: Any, max_position: int) -> None:
-        with torch.device("meta"):
+        with _named("it cannot be made without weights", ours=False), torch.device("meta"):
             self.model = _build(transformers, config, PROBE_DTYPE)
         self.port = _connect(self.model)
-        logits = self.port.record(lambda: self._forward(PROBE_TOKENS, 1), max_position)
+        with _named("its attention cannot be found out by a forward without weights", ours=False):
+            logits = self.port.record(lambda: self._forward(PROBE_TOKENS, 1), max_position)
         self.vocab_size = int(logits.shape[-1])
         self._check_calls(config)
         if "position_ids" not in inspect.signature(self.model.forward).parameters:
@@ -260,7 +264,7 @@ class Skeleton:
         """Bytes that one forward of `tokens` tokens and `rows` rows of logits takes, an upper bound with some spare."""
         peak = Peak([*self.model.parameters(), *self.model.buffers()])
         attend: Attend = lambda layer, q, k, v, out: None  # noqa: E731
-        with peak, _named("a forward without weights"):
+        with peak:
             self.port.run(attend, lambda: self._forward(tokens, min(rows, tokens)))
         scale = torch_dtype(dtype).itemsize / PROBE_DTYPE.itemsize
         return int(peak.most * scale * SPARE) + rows * self.vocab_size * 4

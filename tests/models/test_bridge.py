@@ -61,7 +61,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         {"model_type": "openai-gpt", "n_embd": 32, "n_layer": 2, "n_head": 2},
         "openai-gpt: 2 of its 2 layers do not route",
     ),
-    ({"model_type": "xglm", "d_model": 32, "num_layers": 2, "vocab_size": 64}, "xglm"),
+    (
+        {"model_type": "xglm", "d_model": 32, "num_layers": 2, "vocab_size": 64},
+        "xglm: its attention cannot be found out",
+    ),
     ({"model_type": "doge", **_TINY}, "doge.*a mask of its own making"),
     ({"model_type": "deepseek_v32", **_TINY}, "deepseek_v32.*layers of kind indexed_attention"),
     ({"model_type": "falcon", **_TINY, "alibi": True}, "falcon: alibi"),
@@ -75,7 +78,9 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ),
     ({"model_type": "gpt2", "n_positions": 0}, "max_position_embeddings is 0"),
     ({"model_type": "gpt2", "n_layer": 10**9}, "num_hidden_layers is 1000000000"),
-    ({"model_type": "gpt2", "n_embd": -4}, "transformers raised"),
+    ({"model_type": "gpt2", "n_embd": -4}, "gpt2: it cannot be made without weights: transformers"),
+    ({"model_type": "gpt_neo"}, "gpt_neo: it cannot be made without weights: transformers raised KeyError: 'pagedkv'"),
+    ({"model_type": "blt"}, "blt.*(more than text|num_hidden_layers is None)"),
 ]
 
 
