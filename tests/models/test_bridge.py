@@ -63,7 +63,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"model_type": "xglm", "d_model": 32, "num_layers": 2, "vocab_size": 64},
-        "xglm: its attention cannot be found out",
+        "xglm: its attention cannot be found",
     ),
     ({"model_type": "doge", **_TINY}, "doge.*a mask of its own making"),
     ({"model_type": "deepseek_v32", **_TINY}, "deepseek_v32.*layers of kind indexed_attention"),
