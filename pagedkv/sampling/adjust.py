@@ -70,7 +70,7 @@ class Adjuster:
             return logits
         changed = logits.clone()
         wishes = [(at, self._wishes[row]) for at, row in zip(asking.tolist(), rows[asking].tolist(), strict=True)]
-        _allow(changed, logits, [(at, w.allowed) for at, w in wishes if w.allowed is not None])
+        _allow(changed, [(at, w.denied(changed)) for at, w in wishes if w.allowed is not None])
         masked = [(at, w.masked()) for at, w in wishes if w.bad_words]
         masked += [(at, self._end_ids[row]) for at, row in zip(early.tolist(), rows[early].tolist(), strict=True)]
         _mask(changed, masked)
@@ -90,7 +90,8 @@ class Wishes:
     def __init__(
         self, params: SamplingParams, prompt: Sequence[int], output: Sequence[int], bad_words: Sequence[Sequence[int]]
     ) -> None:
-        self.allowed = None if params.allowed_token_ids is None else np.array(params.allowed_token_ids, np.int64)
+        self.allowed: tuple[int, ...] | None = params.allowed_token_ids
+        self._denied: torch.Tensor | None = None
         self.bias = _bias(params.logit_bias) if params.logit_bias else None
         self.bad_words = [tuple(word) for word in bad_words]
         self._longest = max(map(len, self.bad_words), default=1) - 1
@@ -117,6 +118,14 @@ class Wishes:
             self.history.append(token)
         if self._longest:
             self._last = [*self._last, token][-self._longest :]
+
+    def denied(self, logits: torch.Tensor) -> torch.Tensor:
+        """Which ids are not allowed [V], on the device of `logits` [n, V]; made once."""
+        if self._denied is None:
+            self._denied = torch.ones(logits.shape[1], dtype=torch.bool)
+            self._denied[list(self.allowed or ())] = False
+            self._denied = self._denied.to(logits.device)
+        return self._denied
 
     def masked(self) -> Ids:
         """The ids that would complete a bad word."""
@@ -173,15 +182,11 @@ def _place(device: torch.device, ids: Sequence[tuple[int, Ids]]) -> Place:
     return both[0], both[1]
 
 
-def _allow(changed: torch.Tensor, logits: torch.Tensor, allowed: Sequence[tuple[int, Ids]]) -> None:
-    """Minus infinity everywhere else; a NaN stays one, since it tells of a broken row."""
-    if not allowed:
-        return
-    rows = torch.tensor([at for at, _ in allowed], device=changed.device)
-    own = logits[rows]
-    changed[rows] = torch.where(own.isnan(), own, -torch.inf)
-    place = _place(changed.device, allowed)
-    changed[place] = logits[place]
+def _allow(changed: torch.Tensor, denied: Sequence[tuple[int, torch.Tensor]]) -> None:
+    """Minus infinity for what is not allowed; a NaN stays one, since it tells of a broken row."""
+    for at, mask in denied:
+        row = changed[at]
+        changed[at] = torch.where(mask & ~row.isnan(), -torch.inf, row)
 
 
 def _mask(changed: torch.Tensor, ids: Sequence[tuple[int, Ids]]) -> None:

@@ -18,34 +18,9 @@ from pagedkv.sampling.random import stream_key, uniform
 from pagedkv.sampling.sampler import Sampler
 from pagedkv.sampling.truncation import _at_least_elsewhere, _largest_elsewhere, at_least, largest
 from pagedkv.sampling.weights import Weights
+from tests.helpers.plain_sampler import reference
 
 INF = float("inf")
-
-
-def reference(
-    logits: Sequence[float], temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0
-) -> tuple[npt.NDArray[np.float64], float]:
-    """Exact probabilities by id, and how near to an edge the cuts came (a share of the probability)."""
-    scaled = np.array(logits, np.float64) / temperature
-    share = np.exp(scaled - scaled.max())
-    share /= share.sum()
-    order = sorted(range(len(share)), key=lambda i: (-logits[i], i))
-    margin = min(abs(share[i] - min_p * share.max()) / share.max() for i in order) if 0 < min_p < 1 else 1.0
-    kept = [i for i in order if share[i] >= min_p * share.max()]
-    kept = kept[: top_k if top_k > 0 else None]
-    share /= share[kept].sum()
-    if top_p < 1:
-        before, nucleus = 0.0, []
-        for i in kept:
-            margin = min(margin, abs(before - top_p)) if i != kept[0] else margin
-            if before >= top_p and nucleus:
-                break
-            nucleus.append(i)
-            before += share[i]
-        kept = nucleus
-    exact = np.zeros_like(share)
-    exact[kept] = share[kept] / share[kept].sum()
-    return exact, margin
 
 
 def sampler_of(*all_params: SamplingParams, vocab: int, end_ids: Sequence[int] = ()) -> Sampler:
