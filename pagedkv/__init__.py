@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from pagedkv.async_llm import AsyncLLM
-    from pagedkv.engine.outputs import CompletionOutput, RequestMetrics, RequestOutput
+    from pagedkv.engine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
     from pagedkv.llm import LLM
     from pagedkv.sampling.params import SamplingParams
 
@@ -21,12 +21,22 @@ _HOMES = {
     "LLM": "pagedkv.llm",
     "AsyncLLM": "pagedkv.async_llm",
     "CompletionOutput": "pagedkv.engine.outputs",
+    "Logprob": "pagedkv.engine.outputs",
     "RequestMetrics": "pagedkv.engine.outputs",
     "RequestOutput": "pagedkv.engine.outputs",
     "SamplingParams": "pagedkv.sampling.params",
 }
 
-__all__ = ["LLM", "AsyncLLM", "CompletionOutput", "RequestMetrics", "RequestOutput", "SamplingParams", "__version__"]
+__all__ = [
+    "LLM",
+    "AsyncLLM",
+    "CompletionOutput",
+    "Logprob",
+    "RequestMetrics",
+    "RequestOutput",
+    "SamplingParams",
+    "__version__",
+]
 
 
 def __getattr__(name: str) -> Any:
