@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, Literal, TypeAlias, overload
 
 from pagedkv.api.errors import PagedKVError, RequestError, RequestInvalid
@@ -122,7 +122,7 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         priority: int | Sequence[int] = 0,
-    ) -> Iterator[tuple[int, RequestOutput]]:
+    ) -> Generator[tuple[int, RequestOutput], None, None]:
         """(index of the prompt, output so far) whenever there is news; closing the iterator aborts what is left."""
         items = [prompts] if is_single(prompts) else list(prompts)
         yield from self._run(_Call(items, sampling_params, priority), False, stream=True)
@@ -149,7 +149,7 @@ class LLM:
         results |= call.errors
         return [results[number] for number in sorted(results)]
 
-    def _run(self, call: _Call, show: bool, *, stream: bool) -> Iterator[_News]:
+    def _run(self, call: _Call, show: bool, *, stream: bool) -> Generator[_News, None, None]:
         ready = self._prepare(call)
         numbers: dict[int, int] = {}
         news: deque[_News] = deque()

@@ -15,6 +15,8 @@ from pagedkv.logs import start_command_logging, stop_command_logging
 
 COMMANDS = {
     "generate": ("pagedkv.cli.generate", "Answer one or more prompts."),
+    "chat": ("pagedkv.cli.chat", "Talk with a model in the terminal."),
+    "eval": ("pagedkv.cli.eval", "Measure a model's perplexity on a text."),
     "bench": ("pagedkv.cli.bench", "Measure throughput, latency and memory against batch size."),
     "backends": ("pagedkv.cli.backends", "List the installed backends, their devices, and every reason for a no."),
     "doctor": ("pagedkv.cli.doctor", "Show what is here, what would be chosen and why."),

@@ -41,7 +41,7 @@ def read_jobs(prompts: Sequence[str], files: Sequence[str], sampling: Mapping[st
     params = SamplingParams(**sampling)
     jobs = [Job(where=f"--prompt {n + 1}", id=n, text=text, params=params) for n, text in enumerate(prompts)]
     for name in files:
-        for where, line, as_json in _lines(name):
+        for where, line, as_json in lines_of(name):
             with placed(where):
                 jobs.append(_job(line, as_json, where, len(jobs), sampling, params))
     return jobs
@@ -57,7 +57,7 @@ def placed(where: str) -> Iterator[None]:
         raise
 
 
-def _lines(name: str) -> Iterator[tuple[str, str, bool]]:
+def lines_of(name: str) -> Iterator[tuple[str, str, bool]]:
     """(file:line, text, whether it must be a JSON object) of every line that is not blank."""
     if name == STDIN:
         yield from _decoded(sys.stdin.buffer, "standard input", False)
