@@ -113,6 +113,20 @@ def test_prompts_come_from_standard_input(run, model, arguments):
     assert [row["token_ids"] for row in rows] == [expected(model, text, 3) for text in ("one", "two")]
 
 
+def test_log_probabilities_stand_in_the_json(run, model, tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text(json.dumps({"prompt": "hello", "logprobs": 1, "prompt_logprobs": 0, "stop": "\x00"}))
+    (row,) = answers(run("--prompt-file", str(path), "--max-tokens", "3", "--ignore-eos", "--json"))
+    assert row["token_ids"] == expected(model, "hello", 3)
+    for token, entry in zip(row["token_ids"], row["logprobs"], strict=True):
+        assert list(entry) == [str(token)], "greedy: the token is the most probable one"
+        assert entry[str(token)]["rank"] == 1 and entry[str(token)]["logprob"] < 0
+    assert row["prompt_logprobs"][0] is None
+    assert [record["decoded_token"] for entry in row["prompt_logprobs"][1:] for record in entry.values()] == list(
+        "hello"
+    )
+
+
 def test_a_line_of_a_jsonl_file_may_ask_for_its_own_end_and_seed(run, model, tmp_path):
     first = expected(model, "hello", 3)
     path = tmp_path / "prompts.jsonl"

@@ -157,6 +157,44 @@ def test_a_fork_shares_blocks_until_one_of_the_two_writes() -> None:
     assert parent.output_ids == child.output_ids == solo([1, 2, 3, 4, 0, 1], 4)
 
 
+def test_a_prompt_that_waits_for_logits_holds_up_nobody_else() -> None:
+    """Two logits a step: the first scored prompt takes them all, the second waits, the third wants none."""
+    rig = Rig(num_blocks=40, max_num_batched_tokens=32, max_scored=2, max_overtakes=0)
+    first, second = (rig.add([1, 2, 3, 4, 0, 1, 2, token], 2, scored=True) for token in (1, 2))
+    plain = rig.add([3] * 6, 2)
+    rig.step()
+    assert [r.state for r in (first, second, plain)] == [State.RUNNING, State.WAITING, State.RUNNING]
+    rig.drain()
+    assert rig.scored == {first.id: list(range(7)), second.id: list(range(7))}
+    assert rig.finished[0] is plain
+
+
+def test_a_scored_prompt_takes_no_cached_block_whose_logits_it_needs() -> None:
+    rig = Rig(num_blocks=40)
+    prompt = [1, 2, 3, 4, 0, 1, 2, 3, 4]
+    rig.run(prompt)
+    scored = rig.run(prompt, 0, scored=True)
+    assert (scored.num_cached_tokens, rig.scored[scored.id]) == (0, list(range(8)))
+    assert (scored.reason, scored.output_ids) == (Reason.LENGTH, [])
+    assert rig.run(prompt).num_cached_tokens == 8
+
+
+def test_forks_made_before_sampling_begin_with_tokens_of_their_own() -> None:
+    rig = Rig(num_blocks=12, max_num_seqs=3)
+    parent = rig.add([1, 2, 3, 4, 0, 1], 4)
+    rig.samples[parent.id] = 5
+    rig.step()
+    children = rig.forks[parent.id]
+    assert [bool(child.row) for child in children] == [True, True, False, False], "rows for two of the four"
+    assert rig.scheduler.pool.num_used == 2
+    step = rig.step()
+    assert step is not None and len(step.copies) == 2, "the last to write has the block to itself"
+    rig.drain()
+    for sample, request in enumerate([parent, *children]):
+        assert request.output_ids == solo([1, 2, 3, 4, 0, 1], 4, sample=sample)
+    assert children[3].num_cached_tokens == 0, "the prompt is the parent's and was not cached"
+
+
 def test_a_leak_is_named() -> None:
     rig = Rig()
     request = rig.add([1, 2, 3], 2, label="the culprit")
