@@ -76,7 +76,8 @@ def write_gguf(
 ) -> Path:
     """Write a file; a key without a dot before `general` or `tokenizer` belongs to the architecture.
 
-    `types` quantizes those tensors; a value of a key of type float is written as float32, an int as uint32.
+    `types` quantizes those tensors, or names the type of one that is given as bytes. A value of a key of type float is
+    written as float32, an int as uint32.
     """
     writer = gguf.GGUFWriter(path, architecture)
     for key, value in keys.items():
@@ -86,6 +87,8 @@ def write_gguf(
         kind = (types or {}).get(name)
         if kind is None:
             writer.add_tensor(name, array)
+        elif array.dtype == np.uint8:
+            writer.add_tensor(name, array, raw_dtype=kind)
         else:
             writer.add_tensor(name, gguf.quants.quantize(array, kind), raw_dtype=kind)
     writer.write_header_to_file()

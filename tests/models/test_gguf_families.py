@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import gguf
 import numpy as np
 import pytest
 import torch
@@ -13,10 +14,19 @@ from pagedkv.models.checkpoint import GgufCheckpoint
 from pagedkv.models.gguf import GgufFile
 from pagedkv.models.gguf_config import parse_gguf_config
 from pagedkv.models.native import NativeDecoder
-from tests.helpers.gguf_files import ARCHITECTURE_KEYS, byte_vocabulary, convert, tiny_tensors, write_gguf
+from tests.helpers.gguf_files import (
+    ARCHITECTURE_KEYS,
+    byte_vocabulary,
+    convert,
+    interleaved,
+    random_k_blocks,
+    tiny_tensors,
+    write_gguf,
+)
 from tests.helpers.plain import DenseAttention, OpsOnlyBackend
 from tests.helpers.tiny_models import build_model
 
+Kind = gguf.GGMLQuantizationType
 GEMMA3_LAYERS = ["sliding_attention"] * 5 + ["full_attention", "sliding_attention"]
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama_bias", {"head_dim": 12}),
@@ -82,6 +92,33 @@ def test_experts_are_parts_of_one_tensor(tmp_path: Path) -> None:
     assert checkpoint.weight_bytes == sum(parameter.nbytes for parameter in model.parameters()), (
         "no part is counted more than once"
     )
+
+
+@pytest.mark.parametrize("kind", [Kind.Q4_K, Kind.Q5_K, Kind.Q6_K])
+def test_k_types_of_experts_and_of_rotated_heads(tmp_path: Path, kind: Kind) -> None:
+    """Expert parts and reordered rows of a K type are those that the gguf package dequantizes."""
+    keys = (
+        ARCHITECTURE_KEYS | byte_vocabulary() | {"block_count": 1, "embedding_length": 256, "feed_forward_length": 256}
+    )
+    shapes = {"attn_q": (256, 256), "attn_k": (128, 256), "attn_v": (128, 256), "attn_output": (256, 256)}
+    shapes |= {"ffn_gate_exps": (3 * 256, 256), "ffn_up_exps": (3 * 256, 256), "ffn_down_exps": (3 * 256, 256)}
+    stored = {
+        f"blk.0.{name}.weight": random_k_blocks(kind.name, *shape, seed=at)
+        for at, (name, shape) in enumerate(shapes.items())
+    }
+    expected = {name: gguf.quants.dequantize(rows, kind) for name, rows in stored.items()}
+    stored = {n: rows.reshape(3, 256, -1) if "exps" in n else rows for n, rows in stored.items()}
+    plain = {name: np.ones(256, np.float32) for name in ("blk.0.attn_norm.weight", "blk.0.ffn_norm.weight")}
+    plain |= {"output_norm.weight": np.ones(256, np.float32), "token_embd.weight": np.ones((320, 256), np.float32)}
+    plain["blk.0.ffn_gate_inp.weight"] = np.ones((3, 256), np.float32)
+    keys |= {"expert_count": 3, "expert_used_count": 2}
+    path = write_gguf(tmp_path / "a.gguf", "llama", keys, stored | plain, dict.fromkeys(stored, kind))
+    checkpoint = GgufCheckpoint(path)
+    assert checkpoint.quantization == kind.name
+    up = checkpoint.tensor("model.layers.0.mlp.experts.2.up_proj.weight", torch.float32).numpy()
+    np.testing.assert_array_equal(up, expected["blk.0.ffn_up_exps.weight"][512:])
+    heads = checkpoint.tensor("model.layers.0.self_attn.k_proj.weight", torch.float32).numpy()
+    np.testing.assert_array_equal(interleaved(heads, 2), expected["blk.0.attn_k.weight"])
 
 
 def _config(tmp_path: Path, architecture: str, layers: int = 3, **changes: Any) -> Any:

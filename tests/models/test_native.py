@@ -115,7 +115,7 @@ def test_a_repeated_step_does_not_see_the_one_before(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("dtype", "name"), [("bf16", "bfloat16"), ("fp16", "float16")])
-@pytest.mark.parametrize("family", ["llama_bias", "qwen3"])
+@pytest.mark.parametrize("family", ["llama_bias", "qwen3", "gemma2", "gemma3", "mixtral", "granite"])
 def test_half_precision_is_as_close_as_transformers_is(tmp_path: Path, family: str, dtype: str, name: str) -> None:
     folder, ids = tiny_model(tmp_path, family), _ids(24)
     exact = hf_logits(folder, ids)
