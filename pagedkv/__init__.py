@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from pagedkv.async_llm import AsyncLLM
     from pagedkv.engine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+    from pagedkv.engine.scoring import Score
     from pagedkv.llm import LLM
     from pagedkv.sampling.params import SamplingParams
 
@@ -24,6 +25,7 @@ _HOMES = {
     "Logprob": "pagedkv.engine.outputs",
     "RequestMetrics": "pagedkv.engine.outputs",
     "RequestOutput": "pagedkv.engine.outputs",
+    "Score": "pagedkv.engine.scoring",
     "SamplingParams": "pagedkv.sampling.params",
 }
 
@@ -35,6 +37,7 @@ __all__ = [
     "RequestMetrics",
     "RequestOutput",
     "SamplingParams",
+    "Score",
     "__version__",
 ]
 

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Literal, TypeAlias, overload
 
-from pagedkv.api.errors import PagedKVError, RequestError, RequestInvalid
+from pagedkv.api.errors import ModelError, PagedKVError, RequestError, RequestInvalid
 from pagedkv.config import EngineConfig
 from pagedkv.engine.chat import chat_prompt, is_conversation
 from pagedkv.engine.engine import LLMEngine
 from pagedkv.engine.outputs import RequestOutput
-from pagedkv.engine.prompts import Prompt, PromptType, is_single
+from pagedkv.engine.prompts import Prompt, PromptType, is_single, read_prompt
+from pagedkv.engine.scoring import Score, Window, window_sizes, windows
 from pagedkv.engine.setup import build
 from pagedkv.engine.turns import Turns
 from pagedkv.logs import setup_logging
@@ -127,6 +129,56 @@ class LLM:
         items = [prompts] if is_single(prompts) else list(prompts)
         yield from self._run(_Call(items, sampling_params, priority), False, stream=True)
 
+    def score(
+        self,
+        texts: PromptType | Sequence[PromptType],
+        *,
+        context: int | None = None,
+        stride: int | None = None,
+        use_tqdm: bool = True,
+    ) -> list[Score]:
+        """How probable the model finds each text: `logprob`, `tokens`, `perplexity` and each token's `logprobs`.
+
+        A text longer than `context` tokens (unset: the longest prompt there is room for) is scored in windows `stride`
+        tokens apart (unset: half of `context`): each token but the first is scored once. Raises `RequestInvalid`, and
+        `ModelError` where the model gives no usable logits.
+        """
+        size, step = window_sizes(context, stride, self._longest_prompt())
+        items = [texts] if is_single(texts) else list(texts)
+        scores: list[Score] = []
+        pieces: list[tuple[Score, Window, bytes]] = []
+        for number, item in enumerate(items):
+            with _named("text", number, len(items)):
+                prompt = read_prompt(item, self.engine.tokenizer, self.engine.parts.vocab_size)
+                found = windows(len(prompt.ids), size, step)
+            ids = prompt.ids.tolist()
+            score = Score(token_ids=ids, logprobs=[None] * len(ids), context=size, stride=step, windows=len(found))
+            scores.append(score)
+            pieces += [(score, window, prompt.salt) for window in found]
+        self._score(pieces, use_tqdm)
+        return scores
+
+    def _longest_prompt(self) -> int:
+        scheduler = self.engine.scheduler
+        chunked, step = scheduler.config.chunked_prefill, scheduler.config.max_num_batched_tokens
+        return scheduler.capacity() if chunked else min(scheduler.capacity(), step)
+
+    def _score(self, pieces: list[tuple[Score, Window, bytes]], show: bool) -> None:
+        """Fill in the scores. Records of a window are reduced to numbers as soon as they come."""
+        items = [
+            {"prompt_token_ids": score.token_ids[window.start : window.end], "cache_salt": salt}
+            for score, window, salt in pieces
+        ]
+        params = SamplingParams(temperature=0.0, max_tokens=0, prompt_logprobs=0, detokenize=False)
+        for number, output in self._run(_Call(items, params, 0, doing="Scoring"), show, stream=False):
+            score, window, _ = pieces[number]
+            records = output.prompt_logprobs or []
+            for at in range(window.first, window.end):
+                record = records[at - window.start] if output.outputs[0].finish_reason != "error" else None
+                if record is None:
+                    raise ModelError("the model gives no usable logits (NaN) for this text: it cannot be scored")
+                score.logprobs[at] = record[score.token_ids[at]].logprob
+
     def get_tokenizer(self) -> Tokenizer | None:
         """The tokenizer, None with `skip_tokenizer_init`."""
         return self.engine.tokenizer
@@ -164,7 +216,7 @@ class LLM:
                         stream=stream,
                     )
                     numbers[key], self._inbox[key] = number, news
-            with GenerationBar(len(ready), enabled=show) as bar:
+            with GenerationBar(len(ready), call.doing, enabled=show) as bar:
                 while numbers:
                     self._wait_for(news)
                     key, output = news.popleft()
@@ -192,11 +244,10 @@ class LLM:
         ready = {}
         for number, item in enumerate(call.items):
             try:
-                ready[number] = self.engine.prepare(call.read(item), call.params[number])
-            except PagedKVError as error:
-                if len(call.items) > 1:
-                    error.args = (f"{call.what} {number}: {error}",)
-                if not (call.return_errors and isinstance(error, RequestError)):
+                with _named(call.what, number, len(call.items)):
+                    ready[number] = self.engine.prepare(call.read(item), call.params[number])
+            except RequestError as error:
+                if not call.return_errors:
                     raise
                 call.errors[number] = error
         return ready
@@ -214,12 +265,25 @@ class _Call:
         *,
         read: Callable[[Any], PromptType] = lambda item: item,
         what: str = "prompt",
+        doing: str = "Generating",
     ) -> None:
-        self.items, self.read, self.what, self.return_errors = items, read, what, return_errors
+        self.items, self.read, self.return_errors = items, read, return_errors
+        self.what, self.doing = what, doing
         default = SamplingParams() if sampling_params is None else sampling_params
         self.params: list[SamplingParams] = _each(default, len(items), SamplingParams, "sampling_params")
         self.priorities: list[int] = _each(priority, len(items), int, "priority")
         self.errors: dict[int, RequestError] = {}
+
+
+@contextmanager
+def _named(what: str, number: int, count: int) -> Iterator[None]:
+    """Put "prompt 3: " in front of an error of ours, where there are several."""
+    try:
+        yield
+    except PagedKVError as error:
+        if count > 1:
+            error.args = (f"{what} {number}: {error}",)
+        raise
 
 
 def _each(value: Any, count: int, kind: type, name: str) -> list[Any]:

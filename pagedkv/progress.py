@@ -45,11 +45,11 @@ def counting_bar(description: str, total: int) -> Iterator[Callable[[], None]]:
 
 
 class GenerationBar:
-    """Counts finished prompts and generated tokens."""
+    """Counts finished prompts, and tokens: generated ones, and those of prompts that are scored."""
 
-    def __init__(self, prompts: int, *, enabled: bool) -> None:
+    def __init__(self, prompts: int, description: str = "Generating", *, enabled: bool) -> None:
         self._bar = _bar(TextColumn("{task.fields[speed]}"), shown=enabled)
-        self._task = self._bar.add_task("Generating", total=prompts, speed="")
+        self._task = self._bar.add_task(description, total=prompts, speed="")
         self._tokens = 0
 
     def __enter__(self) -> GenerationBar:
@@ -66,6 +66,7 @@ class GenerationBar:
         if not output.finished:
             return
         self._tokens += sum(len(answer.token_ids) for answer in output.outputs)
+        self._tokens += 0 if output.prompt_logprobs is None else len(output.prompt_token_ids)
         elapsed = self._bar.tasks[0].elapsed or 0.0
         speed = f"{self._tokens / elapsed:.1f} tokens/s" if elapsed > 0 else ""
         self._bar.update(self._task, advance=1, speed=speed)
