@@ -131,7 +131,7 @@ class LLMEngine:
         ready = prompt if isinstance(prompt, Prompt) else self.prepare(prompt, params)
         if isinstance(priority, bool) or not isinstance(priority, int):
             raise RequestInvalid(f"priority={priority!r} must be a whole number; lower runs first", field="priority")
-        bad_words = self._bad_words(params)
+        bad_words, texts = self._bad_words(params), self._texts(ready, params)
         request = self.scheduler.add(
             ready.ids,
             label=request_id or "",
@@ -152,14 +152,17 @@ class LLMEngine:
             metrics=RequestMetrics(arrival_time=time.monotonic()),
             prompt_logprobs=None if params.prompt_logprobs is None else [None] * len(ready.ids),
         )
+        group.samples = [Sample(group=group, index=i, text=text) for i, text in enumerate(texts)]
+        self._keep(group, request)
+        return group.id
+
+    def _keep(self, group: Group, first: Request) -> None:
         self._groups[group.id] = group
-        if params.n > 1:
+        self._register(group.samples[0], first)
+        if group.params.n > 1:
             self._unforked.add(group.id)
         if group.follows:
             self._following.add(group.id)
-        group.samples = [Sample(group=group, index=i, text=self._text(ready, params)) for i in range(params.n)]
-        self._register(group.samples[0], request)
-        return request.id
 
     def _register(self, sample: Sample, request: Request) -> None:
         sample.request = request
@@ -175,10 +178,12 @@ class LLMEngine:
         model = () if params.ignore_eos else self.parts.end_ids
         return tuple(dict.fromkeys((*model, *params.stop_token_ids)))
 
-    def _text(self, prompt: Prompt, params: SamplingParams) -> Text | None:
+    def _texts(self, prompt: Prompt, params: SamplingParams) -> list[Text | None]:
+        """One for each sample, None without a tokenizer or on request."""
         if self.tokenizer is None or not params.detokenize:
-            return None
-        return Text(self.tokenizer, prompt.ids.tolist(), params)
+            return [None] * params.n
+        ids = prompt.ids.tolist()
+        return [Text(self.tokenizer, ids, params) for _ in range(params.n)]
 
     def abort_request(self, request_id: int) -> RequestOutput | None:
         """End a request in any state, all its samples, and return what it had; None if unknown or finished."""
