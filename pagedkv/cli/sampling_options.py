@@ -41,7 +41,15 @@ OPTIONS: Mapping[str, Mapping[str, Any]] = {
     "top_p": {"type": float, "metavar": "P", "help": "Draw from the most probable tokens that make up P."},
     "top_k": {"type": int, "metavar": "K", "help": "Draw from the K most probable tokens."},
     "min_p": {"type": float, "metavar": "P", "help": "Drop tokens less probable than P times the best one."},
+    "repetition_penalty": {
+        "type": float,
+        "metavar": "X",
+        "help": "Above 1: what stands in prompt or answer becomes less probable.",
+    },
+    "presence_penalty": {"type": float, "metavar": "X", "help": "Taken from what stands in the answer already."},
+    "frequency_penalty": {"type": float, "metavar": "X", "help": "The same, for each time that it stands there."},
     "seed": {"type": int, "metavar": "N", "help": "Seed of the draws; else --engine-seed decides."},
+    "stop": {"multiple": True, "metavar": "TEXT", "help": "A text that ends the answer; may be repeated."},
     "stop_token_ids": {"type": int, "multiple": True, "metavar": "ID", "help": "An end id more."},
     "ignore_eos": {"is_flag": True, "help": "Go on after the model's end token."},
 }

@@ -294,8 +294,6 @@ def test_from_a_pipe_each_line_is_a_message() -> None:
     first, second = map(json.loads, result.stdout.splitlines())
     system = {"role": "system", "content": "Be brief."}
     hello = {"role": "user", "content": "Hello"}
-    tokenizer = json.loads((folder() / "tokenizer.json").read_text())
-    assert tokenizer
     assert first["num_output_tokens"] == 8 and first["finish_reason"] == "length"
     assert first["num_prompt_tokens"] == len("[system]Be brief.\n[user]Hello\n[assistant]")
     assert second["num_cached_tokens"] >= first["num_prompt_tokens"] // 4 * 4 > 0
@@ -312,6 +310,14 @@ def _decoded(ids: list[int]) -> str:
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(folder()).decode(ids, skip_special_tokens=True)
+
+
+def test_a_stop_text_ends_the_answer() -> None:
+    arguments = ("--json", "--max-tokens", "12", "--ignore-eos")
+    (whole,) = map(json.loads, run(*arguments, stdin="Hello\n").stdout.splitlines())
+    stop = next(sign for sign in whole["content"][1:] if sign.isascii())
+    (cut,) = map(json.loads, run(*arguments, "--stop", stop, stdin="Hello\n").stdout.splitlines())
+    assert (cut["content"], cut["finish_reason"]) == (whole["content"].partition(stop)[0], "stop")
 
 
 @pytest.mark.parametrize(
