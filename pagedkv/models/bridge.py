@@ -368,6 +368,13 @@ def _falcon_attention(falcon: Any) -> type[Any]:
     return PagedFalconAttention
 
 
+def _stored_dtype(config: Any) -> str | None:
+    """What the configuration says the weights are stored in, None where it says nothing we know."""
+    stored = getattr(config, "dtype", None)
+    stored = getattr(torch, stored, None) if isinstance(stored, str) else stored
+    return None if stored is None else DTYPES.get(stored)
+
+
 # -- opening and loading -----------------------------------------------------------------------------------------------
 
 
@@ -385,18 +392,17 @@ class BridgedCheckpoint:
         self._files = None if dummy else SafetensorsFiles(folder)
         with _quiet(self._library), _named(f"{folder}: model_type {kind[:60]}"):
             self._config = _read_config(self._library, folder)
+            dtype = _stored_dtype(self._config)  # making the skeleton writes its own over it
             limit = _max_position(self._config)
             self.skeleton = Skeleton(self._library, self._config, limit or FARTHEST)
             if limit is None:
                 raise ModelError("config.json has no max_position_embeddings, a number of positions is needed")
-        self.config = self._describe(kind, limit)
+        self.config = self._describe(kind, limit, dtype)
         self.weight_bytes = self._files.weight_bytes if self._files else self.skeleton.num_numbers * 2
         if dummy:
             _log.warning("load_format='dummy': the weights are random, so the text will make no sense")
 
-    def _describe(self, kind: str, limit: int) -> BridgedConfig:
-        stored = getattr(self._config, "dtype", None)
-        stored = getattr(torch, stored, None) if isinstance(stored, str) else stored
+    def _describe(self, kind: str, limit: int, dtype: str | None) -> BridgedConfig:
         begins = _ids(self.path, "bos_token_id")
         return BridgedConfig(
             architecture=type(self.skeleton.model).__name__,
@@ -406,7 +412,7 @@ class BridgedCheckpoint:
             layers=self.skeleton.port.specs,
             num_parameters=self.skeleton.num_parameters,
             num_numbers=self.skeleton.num_numbers,
-            dtype=None if stored is None else DTYPES.get(stored),
+            dtype=dtype,
             bos_token_id=begins[0] if begins else None,
             eos_token_ids=_ids(self.path, "eos_token_id"),
         )

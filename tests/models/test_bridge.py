@@ -223,3 +223,12 @@ def test_weights_that_do_not_fit_are_refused(tmp_path: Path, caplog: pytest.LogC
         _load(_changed(bridged_model(tmp_path, "starcoder2"), lambda t: t.update({name: t[name] * 1e9})), "fp16")
     _load(_changed(bridged_model(tmp_path, "starcoder2"), lambda t: t.update({"extra.weight": torch.zeros(2)})))
     assert "1 tensors have no place in the model: extra.weight" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("stored", "known"), [("float32", "fp32"), ("bfloat16", "bf16"), ("float16", "fp16"), (None, None)]
+)
+def test_the_stored_dtype_is_the_files_not_the_skeletons(tmp_path: Path, stored: str | None, known: str | None) -> None:
+    fields = {} if stored is None else {"dtype": stored}
+    folder = config_folder(tmp_path, model_type="gpt2", n_embd=32, n_layer=1, n_head=2, vocab_size=64, **fields)
+    assert opened(folder).config.dtype == known
