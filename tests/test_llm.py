@@ -172,25 +172,6 @@ def test_a_stream_that_is_open_stops_nobody() -> None:
         assert [len(ids) for ids in seen] == list(range(1, 31)), "no output was lost to the other calls"
 
 
-def test_u65_four_threads_share_one_engine() -> None:
-    work = [some_prompts([3 + n, 9, 4 + n], seed=n) for n in range(4)]
-    results: dict[int, list[list[int]]] = {}
-    with engine() as llm:
-
-        def run(n: int) -> None:
-            results[n] = [
-                ids for prompt in work[n] for ids in token_ids(llm.generate([prompt], greedy(6), use_tqdm=False))
-            ]
-
-        threads = [threading.Thread(target=run, args=(n,)) for n in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(60)
-        assert results == {n: [solo(p, greedy(6)) for p in prompts] for n, prompts in enumerate(work)}
-        assert llm.engine.stats.steps < 4 * 3 * 6, "some steps served several threads"
-
-
 def test_a_call_of_another_thread_is_answered_while_a_long_one_runs() -> None:
     long, short = some_prompts([5, 6])
     with engine() as llm:
