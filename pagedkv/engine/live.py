@@ -119,6 +119,10 @@ class Group:
     metrics: RequestMetrics
     samples: list[Sample] = field(default_factory=list)
     prompt_logprobs: list[Logprobs | None] | None = None
+    prompt_ids: list[int] = field(init=False)  # made once, since a streamed group is described at every token
+
+    def __post_init__(self) -> None:
+        self.prompt_ids = self.prompt.ids.tolist()
 
     @property
     def follows(self) -> bool:
@@ -143,7 +147,7 @@ class Group:
         return RequestOutput(
             request_id=self.label,
             prompt=self.prompt.text,
-            prompt_token_ids=self.prompt.ids.tolist(),
+            prompt_token_ids=self.prompt_ids,
             outputs=[given.get(sample.index) or sample.describe() for sample in self.samples],
             finished=self.complete,
             num_cached_tokens=requests[0].num_cached_tokens or 0,
