@@ -60,6 +60,8 @@ def eval(
     texts = [_read(name) for name in files]
     named = {"max_num_seqs": _SEQUENCES, **engine_settings(settings)}
     if context is not None:
+        if context < 2:
+            raise ConfigError(f"context={context} must be at least 2 tokens: one to read, one to score")
         named = {"max_model_len": context, **named}
     with LLM(model, **named) as llm:
         for name, text in zip(files, texts, strict=True):

@@ -75,7 +75,7 @@ def test_several_texts_for_people_and_standard_input(book: Path) -> None:
         (("--text", "-"), b"\xff", "byte 0 is not UTF-8"),
         (("--text", "-"), "", "-: a text of one token has nothing to score"),
         (("--text", "-", "--context", "9", "--stride", "9"), "abc", "stride=9 must be a whole number from 1 to 8"),
-        (("--text", "-", "--context", "1"), "abc", "context=1 must be"),
+        (("--text", "-", "--context", "1"), "abc", "context=1 must be at least 2 tokens"),
         (("--text", "-", "--context", "999"), "abc", "max_model_len=999"),
         (("--text", "-", "--stride", "0"), "abc", "Invalid value for '--stride'"),
     ],
