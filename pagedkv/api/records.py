@@ -78,10 +78,11 @@ class Option(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class World(Record):
-    """This process among the workers of one engine."""
+    """This process among the workers of one engine. `rendezvous`: where they meet, "tcp://host:port"; "" when alone."""
 
     rank: int = 0
     size: int = 1
+    rendezvous: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
