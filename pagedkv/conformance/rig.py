@@ -1,0 +1,256 @@
+"""A small core for one pool: sequences with their blocks, batches over them, and the oracle's answer beside.
+
+Blocks come in shuffled order, a sequence's row in the table is not its row in the batch, and the table is a slice of a
+larger array whose other entries are valid ids: a backend that reads more than it is told is wrong at once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from pagedkv.api import AttentionBackend, Batch, GroupSpec, LayerSpec, PoolSpec
+from pagedkv.conformance.oracle import Floats, attention
+
+TORCH = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+TOLERANCE = {"fp32": 1e-5, "fp16": 2e-3, "bf16": 2e-2}
+"""Largest absolute error for inputs of unit size: a few roundings of the coarser of dtype and KV dtype."""
+
+
+class Seq:
+    """One sequence: the queries, keys and values of every position for every layer, and the blocks they lie in."""
+
+    def __init__(self, rig: Rig, length: int, blocks: Sequence[int]) -> None:
+        self.length, self.blocks = length, list(blocks)
+        self._made: dict[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
+        self._rig = rig
+
+    def qkv(self, layer: LayerSpec) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """q [length, Hq, Dk], k [length, Hkv, Dk], v [length, Hkv, Dv] of the pool's dtype, in host memory.
+
+        A layer that reads another's cache has that layer's keys and values.
+        """
+        if layer.index not in self._made:
+            random, n = self._rig.random, self.length
+            q = random(n, layer.q_heads, layer.k_dim)
+            if layer.kv_of is not None:
+                _, k, v = self.qkv(self._rig.layer(layer.kv_of))
+            else:
+                k, v = random(n, layer.kv_heads, layer.k_dim), random(n, layer.kv_heads, layer.v_dim)
+            self._made[layer.index] = (q, k, v)
+        return self._made[layer.index]
+
+    def slots(self, positions: Any, block_size: int) -> np.ndarray:
+        """Where the tokens at `positions` lie, int64."""
+        at = np.asarray(positions, np.int64)
+        return np.asarray(self.blocks, np.int64)[at // block_size] * block_size + at % block_size
+
+
+Row = tuple[Seq, int, int]
+"""(sequence, context with this step's tokens, query tokens)."""
+
+
+class Rig:
+    """One pool and what is in it. `spec.num_blocks - 1` blocks are free at first, in shuffled order."""
+
+    def __init__(self, backend: AttentionBackend, spec: PoolSpec, *, seed: int = 0, group: int = 0) -> None:
+        self.backend, self.spec, self.group_index = backend, spec, group
+        self._generator = torch.Generator().manual_seed(seed)
+        self.rng = np.random.default_rng(seed)
+        self.pool = backend.alloc_pool(spec)
+        self.free = [int(i) for i in self.rng.permutation(np.arange(1, spec.num_blocks))]
+        self.bound: dict[int, dict[str, np.ndarray]] = {}
+
+    def close(self) -> None:
+        """Give the pool back."""
+        self.pool.close()
+
+    @property
+    def group(self) -> GroupSpec:
+        """The group that batches are made for."""
+        return self.spec.groups[self.group_index]
+
+    @property
+    def block_size(self) -> int:
+        return self.group.block_size
+
+    def layer(self, index: int | None = None) -> LayerSpec:
+        """The layer `index`; the group's first when none is given."""
+        if index is None:
+            return self.group.layers[0]
+        return next(layer for group in self.spec.groups for layer in group.layers if layer.index == index)
+
+    # -- data ----------------------------------------------------------------------------------------------------------
+
+    def random(self, *shape: int) -> torch.Tensor:
+        """Normal numbers of the pool's dtype, in host memory."""
+        return torch.randn(*shape, generator=self._generator).to(TORCH[self.spec.dtype])
+
+    def to_device(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(self.backend.torch_device)
+
+    def to_array(self, tensor: torch.Tensor) -> Floats:
+        """A tensor's values once all work enqueued so far is done."""
+        event, array = self.backend.to_host(tensor.float())
+        event.join()
+        return np.array(array, np.float64)
+
+    def stored(self, values: torch.Tensor) -> Floats:
+        """Keys or values as the pool's KV dtype rounds them."""
+        return np.asarray(values.to(TORCH[self.group.kv_dtype]).double().numpy())
+
+    def sequence(self, length: int, blocks: Sequence[int] | None = None) -> Seq:
+        """A sequence of random content in fresh blocks (or in `blocks`); nothing is written yet."""
+        needed = -(-length // self.block_size)
+        return Seq(self, length, [self.free.pop() for _ in range(needed)] if blocks is None else blocks)
+
+    def bind(self, layer: LayerSpec, seed: int = 7) -> None:
+        """Bind random sinks and slopes to a layer that has them."""
+        rng = np.random.default_rng(seed + layer.index)
+        wanted = [name for name in ("sinks", "alibi") if getattr(layer, name)]
+        params = {name: rng.uniform(0.05, 1.0, layer.q_heads).astype(np.float32) for name in wanted}
+        if params:
+            self.backend.bind(self.pool, layer.index, params)
+            self.bound[layer.index] = params
+
+    # -- batches -------------------------------------------------------------------------------------------------------
+
+    def batch(
+        self,
+        rows: Sequence[Row],
+        *,
+        write: bool = True,
+        slots: np.ndarray | None = None,
+        pad_rows: int = 0,
+        pad_slots: int = 0,
+        **changes: Any,
+    ) -> Batch:
+        """A legal batch; `pad_rows` rows without a query and `pad_slots` slots of -1 follow. `changes` replace fields.
+
+        Rows with one query token that come first are its decode rows.
+        """
+        counts = [count for _, _, count in rows]
+        contexts = [context for _, context, _ in rows] + [0] * pad_rows
+        table, at = self._table(rows, pad_rows)
+        if slots is None:
+            parts = [seq.slots(range(context - count, context), self.block_size) for seq, context, count in rows]
+            slots = np.concatenate([*parts, np.full(pad_slots, -1, np.int64)]) if write else None
+        decode = next((i for i, count in enumerate(counts) if count != 1), len(counts))
+        made = Batch(
+            num_seqs=len(rows),
+            num_tokens=sum(counts),
+            cu_q=np.cumsum([0, *counts, *[0] * pad_rows]).astype(np.int32),
+            ctx_len=np.array(contexts, np.int32),
+            block_table=table,
+            rows=at,
+            slots=slots,
+            max_q=max(counts, default=0),
+            max_ctx=max(contexts, default=0),
+            num_decode=decode,
+        )
+        return dataclasses.replace(made, **changes)
+
+    def _table(self, rows: Sequence[Row], pad_rows: int) -> tuple[np.ndarray, np.ndarray]:
+        """(block table [R, W] as a slice with a longer stride, the row of each batch row in it)."""
+        width = max([len(seq.blocks) for seq, _, _ in rows], default=1) + 1
+        height = len(rows) + 3
+        others = self.rng.integers(1, max(2, self.spec.num_blocks), (height, width + 3))
+        whole = others.astype(np.int32)
+        at = self.rng.permutation(np.arange(1, height))[: len(rows)].astype(np.int32)
+        whole[0, :width] = 0
+        for row, (seq, _, _) in zip(at, rows, strict=True):
+            whole[row, :width] = 0
+            whole[row, : len(seq.blocks)] = seq.blocks
+        return whole[:, :width], np.concatenate([at, np.zeros(pad_rows, np.int32)]).astype(np.int32)
+
+    def qkv(self, rows: Sequence[Row], layer: LayerSpec) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """q, k, v of the rows' query tokens, on the device."""
+        empty = [self.random(0, *shape) for shape in _shapes(layer)]
+        parts = [[t[c - n : c] for t in seq.qkv(layer)] for seq, c, n in rows]
+        q, k, v = (torch.cat([*(part[i] for part in parts), empty[i]]) for i in range(3))
+        return self.to_device(q), self.to_device(k), self.to_device(v)
+
+    def empty_out(self, tokens: int, layer: LayerSpec) -> torch.Tensor:
+        """An out tensor full of NaN: what is not written shows."""
+        out = torch.full((tokens, layer.q_heads, layer.v_dim), float("nan"), dtype=TORCH[self.spec.dtype])
+        return self.to_device(out)
+
+    # -- steps ---------------------------------------------------------------------------------------------------------
+
+    def step(self, *rows: Row, layer: int | None = None, write: bool = True, **batch: Any) -> Floats:
+        """Append (if `write`) and attend in one call: out [T, Hq, Dv]."""
+        spec = self.layer(layer)
+        plan = self.backend.plan(self.pool, self.group_index, self.batch(rows, write=write, **batch))
+        return self.attend(plan, rows, spec, write=write)
+
+    def attend(self, plan: Any, rows: Sequence[Row], layer: LayerSpec, *, write: bool = True) -> Floats:
+        """`attend` with a plan made before: out [T, Hq, Dv]."""
+        q, k, v = self.qkv(rows, layer)
+        out = self.empty_out(len(q), layer)
+        write = write and layer.kv_of is None
+        self.backend.attend(plan, layer.index, q, k if write else None, v if write else None, out)
+        return self.to_array(out)
+
+    def write(self, seq: Seq, start: int, end: int, layer: int | None = None) -> None:
+        """Append positions start .. end-1 without attending; to every layer that owns bytes, or to one."""
+        layers = self.group.layers if layer is None else (self.layer(layer),)
+        most = self.spec.limits.tokens
+        for low in range(start, end, most):
+            high = min(end, low + most)
+            rows = [(seq, high, high - low)]
+            plan = self.backend.plan(self.pool, self.group_index, self.batch(rows))
+            for spec in layers:
+                if spec.kv_of is None:
+                    _, k, v = self.qkv(rows, spec)
+                    self.backend.attend(plan, spec.index, None, k, v, None)
+
+    def fill(self, blocks: Sequence[int], value: float) -> None:
+        """Write one number into every slot of `blocks`, every layer: what an earlier owner left."""
+        size, most = self.block_size, self.spec.limits.tokens
+        slots = (np.asarray(blocks, np.int64)[:, None] * size + np.arange(size)).reshape(-1)
+        for part in np.array_split(slots, max(1, -(-len(slots) // most))) if len(slots) else ():
+            plan = self.backend.plan(self.pool, self.group_index, self.batch([], slots=part))
+            for layer in self.group.layers:
+                if layer.kv_of is None:
+                    k, v = (
+                        torch.full((len(part), *s), value, dtype=TORCH[self.spec.dtype]) for s in _shapes(layer)[1:]
+                    )
+                    self.backend.attend(plan, layer.index, None, self.to_device(k), self.to_device(v), None)
+
+    def poison(self, *, nan: bool) -> None:
+        """Fill all blocks with NaN, or with large finite numbers, as earlier owners would have."""
+        self.fill(range(1, self.spec.num_blocks), float("nan") if nan else 3e4)
+
+    # -- what is expected ----------------------------------------------------------------------------------------------
+
+    def expected(self, *rows: Row, layer: int | None = None) -> Floats:
+        """The oracle's out [T, Hq, Dv]."""
+        spec = self.layer(layer)
+        outs = [self._oracle(row, spec)[0] for row in rows]
+        return np.concatenate([*outs, np.zeros((0, spec.q_heads, spec.v_dim))])
+
+    def expected_lse(self, *rows: Row, layer: int | None = None) -> Floats:
+        """The oracle's log of each softmax denominator [T, Hq]."""
+        spec = self.layer(layer)
+        return np.concatenate([*(self._oracle(row, spec)[1] for row in rows), np.zeros((0, spec.q_heads))])
+
+    def _oracle(self, row: Row, layer: LayerSpec) -> tuple[Floats, Floats]:
+        seq, context, count = row
+        q, k, v = seq.qkv(layer)
+        params: Mapping[str, Any] = self.bound.get(layer.index, {})
+        queries = q[context - count : context].double().numpy()
+        return attention(layer, queries, self.stored(k[:context]), self.stored(v[:context]), **params)
+
+    @property
+    def tolerance(self) -> float:
+        """The largest absolute error allowed here."""
+        return max(TOLERANCE[self.spec.dtype], TOLERANCE[self.group.kv_dtype])
+
+
+def _shapes(layer: LayerSpec) -> tuple[tuple[int, int], tuple[int, int], tuple[int, int]]:
+    """(heads, dim) of q, k, v."""
+    return (layer.q_heads, layer.k_dim), (layer.kv_heads, layer.k_dim), (layer.kv_heads, layer.v_dim)
