@@ -121,6 +121,13 @@ def test_backends_import_the_contract_and_nothing_else_of_ours(path):
             assert top == own or (own, top) in EXTENDS, f"{own} may not import {name}"
 
 
+@pytest.mark.parametrize("path", sorted((ROOT / "pagedkv" / "api").glob("*.py")), ids=ids)
+def test_the_contract_needs_the_standard_library_and_numpy(path):
+    tops = {name.split(".")[0] for name, _ in imports(parse(path), module_name(path), path.name == "__init__.py")}
+    own = {"pagedkv", "numpy"} | ({"torch"} if path.name == "torch.py" else set())  # imported on request only
+    assert tops <= own | sys.stdlib_module_names
+
+
 def test_the_arrows_have_no_cycle():
     def reach(start: str, seen: frozenset[str] = frozenset()) -> set[str]:
         assert start not in seen, f"cycle through {start}"

@@ -69,7 +69,11 @@ class Plan:
 
 
 class Communicator(Protocol):
-    """Collectives of one group of ranks; each returns its result (possibly its argument), on the compute queue."""
+    """Collectives of one group of ranks; each returns its result (possibly its argument), on the compute queue.
+
+    A rank's place in the `group` that `communicator` was given is its rank here: `all_reduce` sums, `all_gather`
+    concatenates equal shapes along `dim` in this order, `broadcast` gives the tensor of place `src`.
+    """
 
     def all_reduce(self, tensor: Any) -> Any: ...
     def all_gather(self, tensor: Any, dim: int = -1) -> Any: ...
@@ -175,7 +179,10 @@ class AttentionBackend(ABC):
         raise UnsupportedError(f"this backend binds no parameters, got {sorted(params)}")
 
     def communicator(self, group: Sequence[int]) -> Communicator:
-        """Collectives among the ranks in `group`. Optional, refused by default."""
+        """Collectives among the world ranks in `group`, equal on each of them, this one included. Ends with `close`.
+
+        All of them create their communicators in the same order. Optional, refused by default.
+        """
         raise UnsupportedError("this backend has no collectives")
 
     def op(self, name: str, spec: OpSpec) -> Callable[..., Any] | None:
