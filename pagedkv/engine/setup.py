@@ -59,30 +59,44 @@ def build(config: EngineConfig, progress: Progress | None = None) -> Parts:
     """Select the backend, open the model, negotiate, size the memory, then load weights."""
     selected = plugins.select(config.backend, device=config.device)
     accepted = {alias: o.name for o in selected.descriptor.options for alias in (o.name, *o.aliases)}
-    options = claim_options(config, accepted, selected.name)
-    offer = selected.descriptor.describe(selected.device)
+    options = plugins.check_options(selected.descriptor, claim_options(config, accepted, selected.name))
+    offer = plugins.offer(selected)
     # First without the model: what no model could change is refused before a file is opened. Exclusions may depend on
     # the checkpoint's dtype.
     negotiate(dataclasses.replace(offer, exclusions=()), _requirements(config, None), backend=selected.name)
-    checkpoint = open_checkpoint(
-        config.model,
-        load_format=config.load_format,
-        tokenizer=config.tokenizer,
-        revision=config.revision,
-        model_impl=config.model_impl,
-    )
+    checkpoint = _open(config)
     try:
         requirements = _requirements(config, checkpoint.config)
         max_model_len = _max_model_len(config, checkpoint)
         negotiate(offer, requirements, backend=selected.name)
         backend = plugins.create(selected, options)
         try:
-            return _load(config, selected, backend, checkpoint, requirements, max_model_len, progress)
+            with plugins.untouched(selected.found, "starting the engine"):
+                return _load(config, selected, backend, checkpoint, requirements, max_model_len, progress)
         except BaseException:
             backend.close()
             raise
     finally:
         checkpoint.close()
+
+
+def model_requirements(config: EngineConfig) -> Requirements:
+    """What the model of `config` asks of whichever backend runs it: its files are opened, no weight is read."""
+    checkpoint = _open(config)
+    try:
+        return _requirements(config, checkpoint.config)
+    finally:
+        checkpoint.close()
+
+
+def _open(config: EngineConfig) -> AnyCheckpoint:
+    return open_checkpoint(
+        config.model,
+        load_format=config.load_format,
+        tokenizer=config.tokenizer,
+        revision=config.revision,
+        model_impl=config.model_impl,
+    )
 
 
 def _load(
@@ -100,7 +114,7 @@ def _load(
     if isinstance(checkpoint, BridgedCheckpoint):
         _log.info("batch_invariant off: the products of transformers' modules depend on the batch")
     spec = _pool_spec(config, choice, requirements.layers, max_model_len)
-    memory = _plan(config, backend, selected.name, checkpoint, choice, spec, max_model_len)
+    memory = _plan(config, selected, backend, checkpoint, choice, spec, max_model_len)
     _log.info("memory budget\n%s", memory.table())
     _log_features(config, choice, memory, max_model_len)
     tokenizer = None if config.skip_tokenizer_init else checkpoint.tokenizer()
@@ -182,8 +196,8 @@ def _pool_spec(config: EngineConfig, choice: Choice, layers: tuple[LayerSpec, ..
 
 def _plan(
     config: EngineConfig,
+    selected: plugins.Selected,
     backend: AttentionBackend,
-    name: str,
     checkpoint: AnyCheckpoint,
     choice: Choice,
     spec: PoolSpec,
@@ -202,9 +216,10 @@ def _plan(
     )
 
     def kv_budget(fraction: float | None, reserved: int) -> int | None:
-        return read_memory(lambda: backend.kv_budget(fraction, reserved), name)
+        return read_memory(lambda: backend.kv_budget(fraction, reserved), selected.name)
 
-    return plan_memory(request, backend.pool_cost(spec), read_memory(backend.memory, name), kv_budget)
+    cost = plugins.pool_cost(selected, backend, spec)
+    return plan_memory(request, cost, read_memory(backend.memory, selected.name), kv_budget)
 
 
 def _weight_bytes(checkpoint: AnyCheckpoint, dtype: str) -> int:

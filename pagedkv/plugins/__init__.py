@@ -5,19 +5,21 @@ probing     what each plugin sees, asked in child processes
 selection   argument, `PAGEDKV_BACKEND`, automatic by (score, name); an explicit choice is that one or an error
 loading     the chosen one into this process, checked
 creation    options, the instance, its required methods
+checks      what a plugin hands over, field by field
 """
 
 from pagedkv.environment import ENVIRONMENT, check_environment
-from pagedkv.plugins.creation import check_options, create, parse_options
+from pagedkv.plugins.creation import check_options, create, parse_options, pool_cost
 from pagedkv.plugins.discovery import GROUP, Found, discover, find
-from pagedkv.plugins.loading import load
+from pagedkv.plugins.loading import load, untouched
 from pagedkv.plugins.probing import Status, probe_all
-from pagedkv.plugins.selection import Selected, preview, rank, requested, select
+from pagedkv.plugins.selection import Identity, Selected, offer, preview, rank, requested, reselect, select
 
 __all__ = [
     "ENVIRONMENT",
     "GROUP",
     "Found",
+    "Identity",
     "Selected",
     "Status",
     "check_environment",
@@ -26,10 +28,14 @@ __all__ = [
     "discover",
     "find",
     "load",
+    "offer",
     "parse_options",
+    "pool_cost",
     "preview",
     "probe_all",
     "rank",
     "requested",
+    "reselect",
     "select",
+    "untouched",
 ]

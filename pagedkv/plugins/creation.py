@@ -8,10 +8,11 @@ import os
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from pagedkv.api import AttentionBackend, Capabilities, Descriptor, Option, World
+from pagedkv.api import AttentionBackend, Capabilities, Descriptor, Option, PoolCost, PoolSpec, World
 from pagedkv.api.errors import ConfigError, PagedKVError
+from pagedkv.plugins.checks import capability_problems, cost_problems, is_value_of, missing_methods, short
 from pagedkv.plugins.discovery import Found
-from pagedkv.plugins.loading import blamed, missing_methods, refusal, short
+from pagedkv.plugins.loading import blamed, refusal
 from pagedkv.plugins.selection import Selected
 
 _REQUIRED_METHODS = tuple(sorted(AttentionBackend.__abstractmethods__))
@@ -26,7 +27,7 @@ def create(
     Raises `ConfigError` (an option), what the plugin raises of our own errors, and `BackendLoadError` for anything else
     that it raises and for an instance that lacks a required method.
     """
-    found = Found(name=selected.name, distribution=selected.distribution, version=selected.version, target="")
+    found = selected.found
     checked = check_options(selected.descriptor, options or {})
     with blamed(found, "creating the backend", passes=(PagedKVError,)):
         instance = selected.descriptor.create(selected.device.index, checked, world or World())
@@ -46,6 +47,22 @@ def _check_instance(found: Found, instance: Any) -> None:
         capabilities = instance.capabilities()
     if not isinstance(capabilities, Capabilities):
         raise refusal(found, f"capabilities() returned {short(capabilities)}, must return Capabilities")
+    if problems := capability_problems(capabilities):
+        raise refusal(found, f"capabilities() returned wrong ones: {'; '.join(problems)}")
+
+
+def pool_cost(selected: Selected, backend: AttentionBackend, spec: PoolSpec) -> PoolCost:
+    """The backend's own cost of a pool, checked.
+
+    Raises what the backend raises of our own errors, and `BackendLoadError` for anything else and for another type.
+    """
+    with blamed(selected.found, "computing the cost of a pool", passes=(PagedKVError,)):
+        cost = backend.pool_cost(spec)
+    if not isinstance(cost, PoolCost):
+        raise refusal(selected.found, f"pool_cost() returned {short(cost)}, must return PoolCost")
+    if problems := cost_problems(cost):
+        raise refusal(selected.found, f"pool_cost() returned a wrong cost: {'; '.join(problems)}")
+    return cost
 
 
 def check_options(descriptor: Descriptor, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -57,10 +74,12 @@ def check_options(descriptor: Descriptor, options: Mapping[str, Any]) -> dict[st
     for given, value in options.items():
         option = _option(descriptor, given)
         if option.name in values:
-            raise ConfigError(f"backend option {option.name!r} is given twice, also as {given!r}; give it once")
+            raise ConfigError(
+                f"backend {descriptor.name!r}: option {option.name!r} is given twice, also as {given!r}; give it once"
+            )
         if given != option.name:
             _log.warning("backend option %s is called %s today", given, option.name)
-        values[option.name] = _typed(option, value)
+        values[option.name] = _typed(descriptor, option, value)
     return {option.name: values.get(option.name, option.default) for option in descriptor.options}
 
 
@@ -71,7 +90,7 @@ def parse_options(descriptor: Descriptor, texts: Iterable[str]) -> dict[str, Any
         name, equals, value = text.partition("=")
         if not equals:
             raise ConfigError(f"backend option {text!r} has no value; write {text}=VALUE")
-        values[name.strip()] = _converted(_option(descriptor, name.strip()), value.strip())
+        values[name.strip()] = _converted(descriptor, _option(descriptor, name.strip()), value.strip())
     return values
 
 
@@ -86,22 +105,24 @@ def _option(descriptor: Descriptor, name: str) -> Option:
     raise ConfigError(f"backend {descriptor.name!r} has no option {name!r}; {advice}its options: {names}")
 
 
-def _typed(option: Option, value: Any) -> Any:
+def _typed(descriptor: Descriptor, option: Option, value: Any) -> Any:
     if option.type is float and type(value) is int:
         return float(value)
-    unset = value is None and option.default is None
-    # bool is a subclass of int: True is no thread count.
-    if not unset and (not isinstance(value, option.type) or (isinstance(value, bool) and option.type is not bool)):
-        raise ConfigError(
-            f"backend option {option.name!r} must be {option.type.__name__}, not {value!r}: {option.help}"
-        )
+    if not is_value_of(option, value):
+        raise _wrong_type(descriptor, option, value)
     return value
 
 
-def _converted(option: Option, text: str) -> Any:
+def _converted(descriptor: Descriptor, option: Option, text: str) -> Any:
     words = {"true": True, "1": True, "yes": True, "on": True, "false": False, "0": False, "no": False, "off": False}
     try:
         return words[text.lower()] if option.type is bool else option.type(text)
     except (ValueError, KeyError):
-        kind = option.type.__name__
-        raise ConfigError(f"backend option {option.name!r} must be {kind}, not {text!r}: {option.help}") from None
+        raise _wrong_type(descriptor, option, text) from None
+
+
+def _wrong_type(descriptor: Descriptor, option: Option, value: Any) -> ConfigError:
+    kind = option.type.__name__
+    return ConfigError(
+        f"backend {descriptor.name!r}: option {option.name!r} must be {kind}, not {value!r}: {option.help}"
+    )

@@ -70,12 +70,17 @@ def _entries() -> Iterator[Found]:
             _log.warning("the metadata of an installed distribution cannot be read, it is left out: %r", error)
             continue
         # Python imports from the first folder on the path that has a distribution; later ones are shadowed.
-        key = re.sub(r"[-_.]+", "-", str(name)).lower()
+        key = canonical(str(name))
         if not entries or key in seen:
             continue
         seen.add(key)
         for entry in entries:
             yield Found(name=entry.name, distribution=str(name), version=str(version), target=entry.value)
+
+
+def canonical(distribution: str) -> str:
+    """The name of a distribution as package indexes compare it."""
+    return re.sub(r"[-_.]+", "-", distribution).lower()
 
 
 def _merged(claims: Sequence[Found]) -> Found:

@@ -5,13 +5,26 @@ from __future__ import annotations
 import contextlib
 import importlib.metadata
 import sys
+import threading
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, TypeGuard
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, wait
+from typing import Any, TypeVar
 
-from pagedkv.api import API_VERSION, Capabilities, Descriptor, DeviceInfo, Option
-from pagedkv.api.errors import BackendLoadError, BackendVersionError
+from pagedkv.api import API_VERSION, Capabilities, Descriptor, DeviceInfo
+from pagedkv.api.errors import BackendError, BackendLoadError, BackendVersionError
+from pagedkv.plugins.checks import (
+    capability_problems,
+    device_problems,
+    is_tuple_of,
+    is_version,
+    missing_methods,
+    option_problems,
+    short,
+)
 from pagedkv.plugins.discovery import GROUP, Found, conflict_text
+
+_T = TypeVar("_T")
 
 
 def load(found: Found) -> Descriptor:
@@ -43,8 +56,9 @@ def import_target(found: Found) -> Any:
 
 def checked_descriptor(found: Found, target: Any) -> Descriptor:
     """Check what the entry point names (a `Descriptor` class, or an instance), and make the instance."""
-    _check_version(found, target)
-    problems = _descriptor_problems(found, target)
+    with blamed(found, "reading its descriptor", passes=(BackendError,)):
+        _check_version(found, target)
+        problems = _descriptor_problems(found, target)
     if problems:
         raise refusal(found, f"its descriptor is not one: {'; '.join(problems)}")
     if not isinstance(target, type):
@@ -61,17 +75,14 @@ def _check_version(found: Found, target: Any) -> None:
     major, minor = api
     needed = getattr(target, "requires_api_minor", None)
     needed = minor if needed is None else needed
+    if type(needed) is not int or needed < 0:
+        raise refusal(found, f"requires_api_minor is {short(needed)}, must be a whole number from 0 on, or None")
     if major != API_VERSION[0] or needed > API_VERSION[1]:
         core = "{}.{}".format(*API_VERSION)
         raise BackendVersionError(
             f"{found} is written for contract {major}.{minor} and needs at least {major}.{needed}; this pagedkv speaks "
             f"contract {core}; install a release of {found.distribution} for {core}, or a pagedkv for {major}.{needed}"
         )
-
-
-def is_version(api: Any) -> TypeGuard[tuple[int, int]]:
-    """Whether it is a (major, minor) pair."""
-    return isinstance(api, tuple) and len(api) == 2 and all(type(part) is int for part in api)
 
 
 def _descriptor_problems(found: Found, target: Any) -> list[str]:
@@ -86,48 +97,36 @@ def _descriptor_problems(found: Found, target: Any) -> list[str]:
         core = "{}.{}".format(*API_VERSION)
         problems.append(f"api is {api!r}, must be the contract's (major, minor); this pagedkv speaks {core}")
     problems += missing_methods(cls, ("probe", "describe", "create"))
-    options = getattr(target, "options", ())
-    if not _is_tuple_of(options, Option):
-        problems.append(f"options is {short(options)}, must be a tuple of Option")
-    return problems
+    return problems + option_problems(getattr(target, "options", ()))
 
 
-def missing_methods(cls: type, methods: Iterable[str]) -> list[str]:
-    """One clause for each of `methods` that the class does not implement."""
-    abstract: frozenset[str] = getattr(cls, "__abstractmethods__", frozenset())
-    return [f"method {m} is missing" for m in methods if m in abstract or not callable(getattr(cls, m, None))]
+def probed(found: Found, descriptor: Descriptor, limit: float | None = None) -> tuple[DeviceInfo, ...]:
+    """The descriptor's devices. Raises `BackendLoadError` when `probe` raises or returns something else.
 
-
-def _is_tuple_of(value: Any, cls: type) -> bool:
-    return isinstance(value, tuple) and all(isinstance(item, cls) for item in value)
-
-
-def probed(found: Found, descriptor: Descriptor) -> tuple[DeviceInfo, ...]:
-    """The descriptor's devices. Raises `BackendLoadError` when `probe` raises or returns something else."""
+    With a `limit` in seconds also when it takes longer; whatever it is then still doing goes on in a thread.
+    """
     with blamed(found, "probing"):
-        devices = descriptor.probe()
-    if not _is_tuple_of(devices, DeviceInfo):
+        devices = descriptor.probe() if limit is None else _within(limit, descriptor.probe)
+    if not is_tuple_of(devices, DeviceInfo):
         raise refusal(found, f"probe() returned {short(devices)}, must return a tuple of DeviceInfo")
-    problems = [problem for device in devices for problem in _device_problems(device)]
-    if problems:
+    if problems := device_problems(devices):
         raise refusal(found, f"probe() returned a wrong device: {'; '.join(problems)}")
     return devices
 
 
-def _device_problems(device: DeviceInfo) -> list[str]:
-    def is_bytes(value: Any) -> bool:
-        return value is None or (type(value) is int and value >= 0)
+def _within(limit: float, call: Callable[[], _T]) -> _T:
+    future: Future[_T] = Future()
 
-    checks = {
-        "index": type(device.index) is int and device.index >= 0,
-        "kind": isinstance(device.kind, str),
-        "total": is_bytes(device.total),
-        "free": is_bytes(device.free),
-        "unified": isinstance(device.unified, bool),
-        "score": type(device.score) is int and device.score >= 0,
-        "reason": isinstance(device.reason, str),
-    }
-    return [f"{name} is {short(getattr(device, name))}" for name, fine in checks.items() if not fine]
+    def run() -> None:
+        try:
+            future.set_result(call())
+        except BaseException as error:  # noqa: BLE001 - raised again by the thread that waits
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="pagedkv-probe", daemon=True).start()
+    if not wait((future,), limit).done:
+        raise TimeoutError(f"no answer within {limit:g} s")
+    return future.result()
 
 
 def described(found: Found, descriptor: Descriptor, device: DeviceInfo) -> Capabilities:
@@ -136,6 +135,8 @@ def described(found: Found, descriptor: Descriptor, device: DeviceInfo) -> Capab
         capabilities = descriptor.describe(device)
     if not isinstance(capabilities, Capabilities):
         raise refusal(found, f"describe() returned {short(capabilities)}, must return Capabilities")
+    if problems := capability_problems(capabilities):
+        raise refusal(found, f"describe() returned wrong capabilities: {'; '.join(problems)}")
     return capabilities
 
 
@@ -146,13 +147,24 @@ def blamed(found: Found, doing: str, passes: tuple[type[BaseException], ...] = (
     SystemExit and AssertionError included; only KeyboardInterrupt passes, and the types in `passes`.
     """
     allowed: tuple[type[BaseException], ...] = (KeyboardInterrupt, *passes)
+    with untouched(found, doing):
+        try:
+            yield
+        except allowed:
+            raise
+        except BaseException as error:
+            raise refusal(found, f"{doing} raised {type(error).__name__}: {short(error, str)}", error) from error
+
+
+@contextlib.contextmanager
+def untouched(found: Found, doing: str) -> Iterator[None]:
+    """Refuse a plugin that replaced one of our public functions meanwhile, and put the function back.
+
+    Takes about 2 ms: for what happens once, and for calls that are being checked.
+    """
     before = _public_functions()
     try:
         yield
-    except allowed:
-        raise
-    except BaseException as error:
-        raise refusal(found, f"{doing} raised {type(error).__name__}: {short(error, str)}", error) from error
     finally:
         replaced = _restore(before)
     if replaced:
@@ -169,12 +181,6 @@ def refusal(found: Found, what: str, cause: BaseException | None = None) -> Back
         version=found.version,
         cause=cause,
     )
-
-
-def short(value: Any, to_text: Callable[[Any], str] = repr) -> str:
-    """At most a few hundred characters of a plugin's value on one line, with a mark where it was cut."""
-    text = " ".join(to_text(value).split())
-    return text if len(text) <= 400 else f"{text[:400]}... ({len(text)} characters)"
 
 
 def _public_functions() -> dict[tuple[str, str, str], tuple[Any, Any]]:

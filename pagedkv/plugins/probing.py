@@ -12,7 +12,9 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import json
+import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -20,9 +22,10 @@ from typing import Any, Literal
 
 from pagedkv.api import Capabilities, Descriptor, DeviceInfo
 from pagedkv.api.errors import PagedKVError
+from pagedkv.plugins.checks import is_version
 from pagedkv.plugins.child import Child, open_channel
 from pagedkv.plugins.discovery import Found, conflict_text, discover, find
-from pagedkv.plugins.loading import blamed, checked_descriptor, described, import_target, is_version, probed
+from pagedkv.plugins.loading import blamed, checked_descriptor, described, import_target, probed
 
 PROBE_LIMIT = 2.0
 """Seconds that a plugin's import and `probe()` may take before it counts as hanging."""
@@ -34,6 +37,9 @@ START_LIMIT = 20.0
 
 DIAGNOSE_LIMIT = 10.0
 """Seconds that `diagnose()` may take; only `doctor` asks for it."""
+
+AT_ONCE = max(4, os.cpu_count() or 1)
+"""Probes that run at the same time: with many plugins on few cores, one's limit must not count the others' imports."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,7 +98,7 @@ def capabilities_from_json(values: Mapping[str, Any]) -> Capabilities:
 def probe_all(
     names: Sequence[str] | None = None, timeout: float = PROBE_LIMIT, *, diagnose: bool = False
 ) -> list[Status]:
-    """Probe the named backends (None: all), each in its own child process, all at once; imports none of them here.
+    """Probe the named backends (None: all), each in its own child process, several at once; imports none here.
 
     `timeout` is in seconds for each plugin. Raises `BackendNotFound` for a name that no distribution offers; what a
     plugin does wrong stands in its status.
@@ -100,7 +106,7 @@ def probe_all(
     chosen = discover() if names is None else [find(name) for name in names]
     if not chosen:
         return []
-    with ThreadPoolExecutor(max_workers=len(chosen), thread_name_prefix="pagedkv-probe") as pool:
+    with ThreadPoolExecutor(max_workers=AT_ONCE, thread_name_prefix="pagedkv-probe") as pool:
         return list(pool.map(lambda found: _probe(found, timeout, diagnose), chosen))
 
 
@@ -165,6 +171,7 @@ def probe_child(payload: str) -> None:
     send = open_channel()
     wanted = json.loads(payload)
     found = Found(**wanted["found"])
+    importlib.import_module("stevedore.driver")  # here, so that its import does not count as the plugin's time
     send({"ready": True})
     answer: dict[str, Any] = {"api": None, "status": "failed", "devices": [], "reasons": [], "capabilities": []}
     try:
@@ -185,7 +192,7 @@ def _probe_into(found: Found, answer: dict[str, Any]) -> Descriptor:
     devices = probed(found, descriptor)
     for device in devices:
         answer["devices"].append({name: getattr(device, name) for name in DeviceInfo.__dataclass_fields__})
-        usable = device.score > 0
+        usable = selectable(device)
         answer["capabilities"].append(capabilities_to_json(described(found, descriptor, device)) if usable else None)
     answer["status"] = "ok" if any(selectable(device) for device in devices) else "unavailable"
     answer["reasons"] = device_reasons(devices)

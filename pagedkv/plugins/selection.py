@@ -7,12 +7,12 @@ import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from pagedkv.api import Descriptor, DeviceInfo
-from pagedkv.api.errors import BackendError, BackendUnavailable, ConfigError
+from pagedkv.api import Capabilities, Descriptor, DeviceInfo
+from pagedkv.api.errors import BackendError, BackendLoadError, BackendNotFound, BackendUnavailable, ConfigError
 from pagedkv.environment import check_environment
-from pagedkv.plugins.discovery import Found, find, not_found
-from pagedkv.plugins.loading import load, probed
-from pagedkv.plugins.probing import Status, device_reasons, probe_all, selectable
+from pagedkv.plugins.discovery import Found, canonical, discover, find, not_found
+from pagedkv.plugins.loading import described, load, probed
+from pagedkv.plugins.probing import PROBE_LIMIT, Status, device_reasons, probe_all, selectable
 
 AUTO = "auto"
 
@@ -20,8 +20,24 @@ _log = logging.getLogger("pagedkv.plugins")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Identity:
+    """What a worker process must load to have its parent's backend. Small, and can be pickled.
+
+    `device` is an index of the backend's `probe`; a worker with a device of its own replaces it.
+    """
+
+    name: str
+    distribution: str
+    version: str
+    device: int
+
+    def __str__(self) -> str:
+        return f"{self.name!r} ({self.distribution} {self.version})"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Selected:
-    """The chosen backend, loaded but not created. Workers compare `name`, `distribution` and `version` with theirs."""
+    """The chosen backend, loaded but not created. Its `identity` is what workers get, for `reselect`."""
 
     descriptor: Descriptor
     name: str
@@ -30,6 +46,16 @@ class Selected:
     device: DeviceInfo
     why: str
     explicit: bool
+
+    @property
+    def identity(self) -> Identity:
+        """Which plugin and device this is, for another process."""
+        return Identity(name=self.name, distribution=self.distribution, version=self.version, device=self.device.index)
+
+    @property
+    def found(self) -> Found:
+        """Whom an error names."""
+        return Found(name=self.name, distribution=self.distribution, version=self.version, target="")
 
 
 def select(backend: str | None = None, *, device: int | None = None) -> Selected:
@@ -43,9 +69,45 @@ def select(backend: str | None = None, *, device: int | None = None) -> Selected
     name, why = requested(backend)
     if device is not None and (type(device) is not int or device < 0):
         raise ConfigError(f"device must be a whole number from 0 on, or None for the best one, not {device!r}")
-    chosen = _automatic(device) if name is None else _explicit(name, why, device)
+    chosen = _automatic(device) if name is None else _explicit(find(name), why, device)
     _log.info("backend %s on device %d (%s): %s", chosen.name, chosen.device.index, chosen.device.kind, chosen.why)
     return chosen
+
+
+def reselect(identity: Identity) -> Selected:
+    """Load exactly the backend that another process chose: what a worker calls; nothing is chosen or detected again.
+
+    Raises `BackendNotFound` when this process has no such backend, `BackendLoadError` when it comes from another
+    distribution or version, and otherwise what `select` raises for an explicit choice.
+    """
+    found = next((f for f in discover() if f.name == identity.name), None)
+    if found is None:
+        raise _unknown_to_workers(identity)
+    theirs = (canonical(identity.distribution), identity.version)
+    if not found.conflicts and (canonical(found.distribution), found.version) != theirs:
+        raise BackendLoadError(
+            f"this worker process has {found}, its parent process uses backend {identity}; let both see the same "
+            "installation (same interpreter, same PYTHONPATH)",
+            distribution=found.distribution,
+            version=found.version,
+        )
+    return _explicit(found, "chosen by the parent process", identity.device)
+
+
+def _unknown_to_workers(identity: Identity) -> BackendNotFound:
+    known = [found.name for found in discover() if not found.conflicts]
+    return BackendNotFound(
+        f"backend {identity}, chosen by the parent process, is not installed in this worker process: a backend that is "
+        "registered only inside the parent process is unknown to its workers; install it as a distribution (pip "
+        f"install) where every worker finds it; installed here: {', '.join(map(repr, known)) or 'none'}",
+        name=identity.name,
+        known=known,
+    )
+
+
+def offer(selected: Selected) -> Capabilities:
+    """The most that the selected device may declare, checked. Raises `BackendLoadError`."""
+    return described(selected.found, selected.descriptor, selected.device)
 
 
 def requested(backend: str | None = None) -> tuple[str | None, str]:
@@ -62,10 +124,9 @@ def requested(backend: str | None = None) -> tuple[str | None, str]:
     return (None, "automatic") if name in ("", AUTO) else (name, why)
 
 
-def _explicit(name: str, why: str, device: int | None) -> Selected:
-    found = find(name)
+def _explicit(found: Found, why: str, device: int | None) -> Selected:
     descriptor = load(found)
-    devices = probed(found, descriptor)
+    devices = probed(found, descriptor, PROBE_LIMIT)
     usable = [d for d in devices if selectable(d) and device in (None, d.index)]
     if not usable:
         raise BackendUnavailable(f"{found}, {why}, cannot be used: {_why_not(devices, device)}")
