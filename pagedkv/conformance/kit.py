@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from pagedkv.api import AttentionBackend, Capabilities, GroupSpec, LayerSpec, Limits, PoolSpec, World
+from pagedkv.api import AttentionBackend, Capabilities, GroupSpec, LayerSpec, Limits, PoolSpec, World, needs
 from pagedkv.conformance.lattice import HEAD_DIMS, sizes
 from pagedkv.conformance.rig import Rig
 from pagedkv.conformance.subject import Subject
@@ -95,12 +95,13 @@ class Kit:
         """A pool for one group of `layers` (default: one plain layer), or for `groups`."""
         size, kv_dtype = changes.pop("block_size", self.block_size), changes.pop("kv_dtype", self.kv_dtype)
         one = GroupSpec(layers=layers or (self.layer(),), block_size=size, kv_dtype=kv_dtype)
+        chosen = (one,) if groups is None else tuple(groups)
         fields: dict[str, Any] = {
-            "groups": (one,) if groups is None else tuple(groups),
+            "groups": chosen,
             "num_blocks": 48,
             "dtype": self.dtype,
             "limits": Limits(rows=16, tokens=256, context=2048),
-            "features": self.can.features & {"mixed_batch", "prefix_hit"},
+            "features": self.can.features & {"mixed_batch", "prefix_hit"} | _needed(chosen),
         }
         return PoolSpec(**(fields | changes))
 
@@ -120,19 +121,45 @@ class Kit:
 
     # -- results -------------------------------------------------------------------------------------------------------
 
-    def check(self, rig: Rig, got: Any, wanted: Any, *, tolerance: float | None = None) -> None:
-        """`got` equals the oracle's `wanted` within the tolerance; the worst error goes into the certificate."""
+    def same(self, rig: Rig, got: Any, wanted: Any, mistake: str = "") -> None:
+        """Two results of the backend are equal: bit for bit where it is deterministic, else within the tolerance."""
+        if self.has("deterministic"):
+            assert_same_bits(got, wanted, mistake)
+        else:
+            self.check(rig, got, wanted, mistake=mistake)
+
+    def check(self, rig: Rig, got: Any, wanted: Any, *, tolerance: float | None = None, mistake: str = "") -> None:
+        """`got` equals the oracle's `wanted` within the tolerance; the worst error goes into the certificate.
+
+        `mistake`: what is likely wrong if it does not, for the author who reads the message.
+        """
         limit = rig.tolerance if tolerance is None else tolerance
         got, wanted = np.asarray(got, np.float64), np.asarray(wanted, np.float64)
         assert got.shape == wanted.shape, f"shape {got.shape}, expected {wanted.shape}"
         error = float(np.abs(got - wanted).max(initial=0.0)) if np.isfinite(got).all() else math.inf
         self._record("check", (error, limit))
         where = _worst(got, wanted)
-        assert error <= limit, f"worst error {error:.3g}{where}, allowed {limit:.3g}"
+        assert error <= limit, _said(f"worst error {error:.3g}{where}, allowed {limit:.3g}", mistake)
 
     def report(self, name: str, value: Any) -> None:
         """A figure for the certificate."""
         self._record(name, value)
+
+
+def _needed(groups: Iterable[GroupSpec]) -> set[str]:
+    return {feature for group in groups for layer in group.layers for feature in needs(layer)}
+
+
+def assert_same_bits(got: Any, wanted: Any, mistake: str = "") -> None:
+    """Two arrays are equal bit for bit; NaN equals NaN."""
+    got, wanted = np.asarray(got, np.float64), np.asarray(wanted, np.float64)
+    assert got.shape == wanted.shape, f"shape {got.shape}, expected {wanted.shape}"
+    same = np.array_equal(got, wanted, equal_nan=True)
+    assert same, _said(f"{int((got != wanted).sum())} of {got.size} values differ{_worst(got, wanted)}", mistake)
+
+
+def _said(fact: str, mistake: str) -> str:
+    return f"{fact}: {mistake}" if mistake else fact
 
 
 def _worst(got: Any, wanted: Any) -> str:

@@ -6,6 +6,7 @@ larger array whose other entries are valid ids: a backend that reads more than i
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from pagedkv.api import AttentionBackend, Batch, GroupSpec, LayerSpec, PoolSpec
+from pagedkv.api import AttentionBackend, Batch, Event, GroupSpec, LayerSpec, PoolSpec
 from pagedkv.conformance.oracle import Floats, attention
 
 TORCH = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -21,15 +22,28 @@ TOLERANCE = {"fp32": 1e-5, "fp16": 2e-3, "bf16": 2e-2}
 """Largest absolute error for inputs of unit size: a few roundings of the coarser of dtype and KV dtype."""
 
 
+QKV = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
 class Seq:
     """One sequence: the queries, keys and values of every position for every layer, and the blocks they lie in."""
 
-    def __init__(self, rig: Rig, length: int, blocks: Sequence[int]) -> None:
+    def __init__(self, rig: Rig, length: int, blocks: Sequence[int], prefix: tuple[Seq, int] | None = None) -> None:
         self.length, self.blocks = length, list(blocks)
-        self._made: dict[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
-        self._rig = rig
+        self._made: dict[int, QKV] = {}
+        self._rig, self._prefix = rig, prefix
 
-    def qkv(self, layer: LayerSpec) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def moved(self, blocks: Sequence[int]) -> Seq:
+        """The same content in other blocks, of this pool or of one with equal layers."""
+        other = Seq(self._rig, self.length, blocks)
+        other._made = self._made
+        return other
+
+    def give(self, layer: LayerSpec, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Content chosen by the case, in place of random numbers."""
+        self._made = {**self._made, layer.index: (q, k, v)}
+
+    def qkv(self, layer: LayerSpec) -> QKV:
         """q [length, Hq, Dk], k [length, Hkv, Dk], v [length, Hkv, Dv] of the pool's dtype, in host memory.
 
         A layer that reads another's cache has that layer's keys and values.
@@ -41,6 +55,11 @@ class Seq:
                 _, k, v = self.qkv(self._rig.layer(layer.kv_of))
             else:
                 k, v = random(n, layer.kv_heads, layer.k_dim), random(n, layer.kv_heads, layer.v_dim)
+            if self._prefix is not None:
+                seq, shared = self._prefix
+                q, k, v = (
+                    torch.cat([old[:shared], new[shared:]]) for old, new in zip(seq.qkv(layer), (q, k, v), strict=True)
+                )
             self._made[layer.index] = (q, k, v)
         return self._made[layer.index]
 
@@ -108,6 +127,18 @@ class Rig:
         needed = -(-length // self.block_size)
         return Seq(self, length, [self.free.pop() for _ in range(needed)] if blocks is None else blocks)
 
+    def fork(self, seq: Seq, shared: int, length: int) -> Seq:
+        """A sequence that starts with the first `shared` tokens of another: whole blocks of it, then fresh ones."""
+        whole = shared // self.block_size
+        fresh = [self.free.pop() for _ in range(-(-length // self.block_size) - whole)]
+        return Seq(self, length, [*seq.blocks[:whole], *fresh], (seq, shared))
+
+    def of_group(self, index: int) -> Rig:
+        """The same pool and free blocks, for batches of another group."""
+        other = copy.copy(self)
+        other.group_index = index
+        return other
+
     def bind(self, layer: LayerSpec, seed: int = 7) -> None:
         """Bind random sinks and slopes to a layer that has them."""
         rng = np.random.default_rng(seed + layer.index)
@@ -167,7 +198,7 @@ class Rig:
             whole[row, : len(seq.blocks)] = seq.blocks
         return whole[:, :width], np.concatenate([at, np.zeros(pad_rows, np.int32)]).astype(np.int32)
 
-    def qkv(self, rows: Sequence[Row], layer: LayerSpec) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def qkv(self, rows: Sequence[Row], layer: LayerSpec) -> QKV:
         """q, k, v of the rows' query tokens, on the device."""
         empty = [self.random(0, *shape) for shape in _shapes(layer)]
         parts = [[t[c - n : c] for t in seq.qkv(layer)] for seq, c, n in rows]
@@ -184,16 +215,37 @@ class Rig:
     def step(self, *rows: Row, layer: int | None = None, write: bool = True, **batch: Any) -> Floats:
         """Append (if `write`) and attend in one call: out [T, Hq, Dv]."""
         spec = self.layer(layer)
-        plan = self.backend.plan(self.pool, self.group_index, self.batch(rows, write=write, **batch))
-        return self.attend(plan, rows, spec, write=write)
+        return self.attend(self.plan(*rows, write=write, **batch), rows, spec, write=write)
+
+    def plan(self, *rows: Row, **batch: Any) -> Any:
+        """A plan of these rows; keywords are those of `batch`."""
+        return self.backend.plan(self.pool, self.group_index, self.batch(rows, **batch))
+
+    def read(self, seq: Seq, layer: int | None = None) -> Floats:
+        """Attend only, all positions as one prefill: what is in the sequence's blocks, seen by its queries."""
+        return self.step((seq, seq.length, seq.length), layer=layer, write=False)
 
     def attend(self, plan: Any, rows: Sequence[Row], layer: LayerSpec, *, write: bool = True) -> Floats:
         """`attend` with a plan made before: out [T, Hq, Dv]."""
         q, k, v = self.qkv(rows, layer)
-        out = self.empty_out(len(q), layer)
         write = write and layer.kv_of is None
-        self.backend.attend(plan, layer.index, q, k if write else None, v if write else None, out)
+        return self.call(plan, layer, q, k if write else None, v if write else None)
+
+    def call(self, plan: Any, layer: LayerSpec, q: torch.Tensor, k: Any = None, v: Any = None) -> Floats:
+        """`attend` with tensors of the case's own: out, as many rows as q."""
+        out = self.empty_out(len(q), layer)
+        self.backend.attend(plan, layer.index, q, k, v, out)
         return self.to_array(out)
+
+    def copy(self, pairs: Any, dst: Rig | None = None, after: Event | None = None) -> Event:
+        """Copy blocks to the pool of `dst` (default: within this one); nothing waits for it yet."""
+        target = self if dst is None else dst
+        array = np.asarray(pairs, np.int32).reshape(-1, 2)
+        return self.backend.copy_blocks(self.pool, target.pool, array, after=after)
+
+    def clear(self, blocks: Sequence[int]) -> None:
+        """Copy the null block over `blocks`; later compute waits for it."""
+        self.backend.wait(self.copy([(0, block) for block in blocks]))
 
     def write(self, seq: Seq, start: int, end: int, layer: int | None = None) -> None:
         """Append positions start .. end-1 without attending; to every layer that owns bytes, or to one."""
