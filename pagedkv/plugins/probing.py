@@ -61,6 +61,12 @@ class Status:
     diagnose: Mapping[str, str] = field(default_factory=dict)
     capabilities: tuple[Capabilities | None, ...] = ()
 
+    @property
+    def offer(self) -> Capabilities | None:
+        """What the device that an engine would get may do at most; None when it would get none."""
+        usable = [device for device in self.devices if selectable(device)]
+        return self.capabilities[self.devices.index(best(usable))] if usable else None
+
 
 def encode(value: Any) -> Any:
     """A contract value as JSON: sets, tuples and mappings are tagged, so that `decode` gives the same value back."""
@@ -210,6 +216,11 @@ def _diagnosis(found: Found, descriptor: Descriptor) -> dict[str, str]:
 def selectable(device: DeviceInfo) -> bool:
     """Whether an explicit choice may use it: score 0 without a reason is "only when chosen by name", not "broken"."""
     return device.score > 0 or not device.reason
+
+
+def best(devices: Sequence[DeviceInfo]) -> DeviceInfo:
+    """The one with the highest score; equal scores by index."""
+    return min(devices, key=lambda device: (-device.score, device.index))
 
 
 def device_reasons(devices: Sequence[DeviceInfo]) -> list[str]:

@@ -12,7 +12,7 @@ from pagedkv.api.errors import BackendError, BackendLoadError, BackendNotFound, 
 from pagedkv.environment import check_environment
 from pagedkv.plugins.discovery import Found, canonical, discover, find, not_found
 from pagedkv.plugins.loading import described, load, probed
-from pagedkv.plugins.probing import PROBE_LIMIT, Status, device_reasons, probe_all, selectable
+from pagedkv.plugins.probing import PROBE_LIMIT, Status, best, device_reasons, probe_all, selectable
 
 AUTO = "auto"
 
@@ -130,7 +130,7 @@ def _explicit(found: Found, why: str, device: int | None) -> Selected:
     usable = [d for d in devices if selectable(d) and device in (None, d.index)]
     if not usable:
         raise BackendUnavailable(f"{found}, {why}, cannot be used: {_why_not(devices, device)}")
-    return _selected(found, descriptor, _best(usable), why, True)
+    return _selected(found, descriptor, best(usable), why, True)
 
 
 def _why_not(devices: Sequence[DeviceInfo], device: int | None) -> str:
@@ -148,7 +148,7 @@ def _automatic(device: int | None) -> Selected:
         try:
             found = find(status.name)
             usable = [d for d in status.devices if d.score > 0 and device in (None, d.index)]
-            return _selected(found, load(found), _best(usable), _why(order, status), False)
+            return _selected(found, load(found), best(usable), _why(order, status), False)
         except BackendError as error:
             # Its probe worked in a child a moment ago; it is out, the next one's turn is logged like any choice.
             _log.warning("%s is left out of the automatic choice: %s", status.name, error)
@@ -203,10 +203,6 @@ def _log_table(statuses: Iterable[Status], order: Sequence[Status]) -> None:
 
 def _who(status: Status) -> tuple[str, str, str]:
     return status.name, status.distribution, status.version
-
-
-def _best(devices: Sequence[DeviceInfo]) -> DeviceInfo:
-    return min(devices, key=lambda device: (-device.score, device.index))
 
 
 def _selected(found: Found, descriptor: Descriptor, device: DeviceInfo, why: str, explicit: bool) -> Selected:
