@@ -3,31 +3,15 @@
 from __future__ import annotations
 
 import platform
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import psutil
 
 from pagedkv import __version__
+from pagedkv.conformance.machine import cores, processor
 
 if TYPE_CHECKING:
     from pagedkv.engine.setup import Parts
-
-
-def processor() -> str:
-    """The processor's name; the machine's type where the system gives none."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
-    except OSError:  # only Linux has the file
-        lines = []
-    names = [line.partition(":")[2].strip() for line in lines if line.lower().startswith("model name")]
-    return names[0] if names and names[0] else platform.processor() or platform.machine()
-
-
-def cores() -> int:
-    """Cores that this process may use."""
-    own = psutil.Process()
-    return len(own.cpu_affinity()) if hasattr(own, "cpu_affinity") else psutil.cpu_count() or 1
 
 
 def machine() -> dict[str, Any]:

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
+
+from pagedkv.api.errors import ConfigError
 
 FORMAT = 1
 
 Outcome = Literal["passed", "failed", "skipped"]
 Verdict = Literal["reached", "not reached", "not declared", "coming"]
+Result = Literal["passed", "failed", "partial"]
 
 LEVELS: Mapping[str, str] = {
     "core": "loads, declares, plans, appends and attends by every law",
@@ -29,6 +33,9 @@ LEVELS: Mapping[str, str] = {
 
 COMING = ("quantized_kv", "mla")
 """Levels whose cases are not written yet."""
+
+UNDER_DECLARED = "under_declared"
+"""The figure of a case that names features which work although they are not declared."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +58,7 @@ class Certificate:
     """The result of one run. `declared` are the levels that the backend's capabilities call for.
 
     `complete`: no case was left out by the caller's choice (`-k` and the like). `machine` and `capabilities` hold
-    plain JSON values.
+    plain JSON values. `date` is the day in UTC. `coming` are the levels for which that kit had no cases yet.
     """
 
     backend: str
@@ -62,15 +69,17 @@ class Certificate:
     device: str
     options: Mapping[str, Any]
     machine: Mapping[str, Any]
+    date: str
     capabilities: Mapping[str, Any]
     declared: tuple[str, ...]
     complete: bool
     cases: tuple[Case, ...]
+    coming: tuple[str, ...] = COMING
     format: int = FORMAT
 
     def verdict(self, level: str) -> Verdict:
         """Whether a level is reached."""
-        if level in COMING:
+        if level in self.coming:
             return "coming"
         if level not in self.declared:
             return "not declared"
@@ -93,21 +102,117 @@ class Certificate:
         """Whether every case that applies was run and passed."""
         return self.complete and bool(self.cases) and all(case.outcome == "passed" for case in self.cases)
 
+    @property
+    def result(self) -> Result:
+        """The run in one word: "passed"; "partial" if cases were left out and none failed; else "failed"."""
+        if self.passed:
+            return "passed"
+        return "failed" if self.complete or any(case.outcome == "failed" for case in self.cases) else "partial"
+
+    def under_declared(self) -> tuple[str, ...]:
+        """Features that work although they are not declared, sorted."""
+        return tuple(sorted({name for case in self.cases for name in case.figures.get(UNDER_DECLARED, ())}))
+
+    def figures(self) -> dict[str, Any]:
+        """What the cases measured, by name."""
+        named = {name: value for case in self.cases for name, value in case.figures.items()}
+        return {name: value for name, value in named.items() if name != UNDER_DECLARED}
+
+    # -- JSON ----------------------------------------------------------------------------------------------------------
+
     def to_json(self) -> str:
-        """The certificate as indented JSON, verdicts included for readers that do not compute them."""
-        values = dataclasses.asdict(self)
-        return json.dumps({**values, "levels": self.levels(), "passed": self.passed}, indent=1, allow_nan=False) + "\n"
+        """The certificate as JSON, one case a line, verdicts included for readers that do not compute them."""
+        kept = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "cases"}
+        head = {**kept, "levels": self.levels(), "passed": self.passed}
+        lines = [f"{_dump(name)}: {_dump(value)}" for name, value in head.items()]
+        return "{\n" + ",\n".join([*lines, f'"laws": [\n{_laws_to_json(self.cases)}\n]']) + "\n}\n"
 
     @classmethod
     def from_json(cls, text: str) -> Certificate:
-        """The record that `to_json` wrote. Raises `ValueError` for another format."""
+        """The record that `to_json` wrote; what a later version added is ignored.
+
+        Raises `ConfigError` for what is no certificate, has another format, or contradicts itself.
+        """
+        values = _object(text)
+        try:
+            made = _made(cls, values)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise _wrong(f"a field is missing or has a wrong value ({type(error).__name__}: {error})") from error
+        _check(made, values)
+        return made
+
+
+def _laws_to_json(cases: Iterable[Case]) -> str:
+    """Runs of cases of one law, in order, so that its words stand there once."""
+    groups = itertools.groupby(cases, key=lambda case: (case.level, case.law))
+    return ",\n".join(
+        f' {{"level": {_dump(level)}, "law": {_dump(law)}, "cases": [\n{_cases_to_json(mine)}\n ]}}'
+        for (level, law), mine in groups
+    )
+
+
+def _cases_to_json(cases: Iterable[Case]) -> str:
+    return ",\n".join(f"  {_dump(_without_defaults(case))}" for case in cases)
+
+
+def _without_defaults(case: Case) -> dict[str, Any]:
+    return {
+        f.name: value
+        for f in dataclasses.fields(case)
+        if f.name not in ("level", "law") and (value := getattr(case, f.name)) not in (None, "", {})
+    }
+
+
+def _dump(value: Any) -> str:
+    return json.dumps(value, allow_nan=False, ensure_ascii=False)
+
+
+def _object(text: str) -> dict[str, Any]:
+    try:
         values = json.loads(text)
-        if values.get("format") != FORMAT:
-            raise ValueError(f"certificate format {values.get('format')!r}; this version reads {FORMAT}")
-        known = {f.name for f in dataclasses.fields(cls)}
-        kept = {name: value for name, value in values.items() if name in known}
-        kept["cases"] = tuple(Case(**case) for case in kept["cases"])
-        return cls(**kept | {"api": tuple(kept["api"]), "declared": tuple(kept["declared"])})
+    except ValueError as error:
+        raise _wrong(f"it is no JSON: {error}") from error
+    if not isinstance(values, dict) or values.get("format") != FORMAT:
+        given = values.get("format") if isinstance(values, dict) else None
+        raise _wrong(f"its format is {given!r}; this version reads {FORMAT}")
+    return values
+
+
+def _made(cls: type[Certificate], values: Mapping[str, Any]) -> Certificate:
+    known = {f.name for f in dataclasses.fields(cls)} - {"cases"}
+    kept = {name: value for name, value in values.items() if name in known}
+    cases = tuple(_case(group, case) for group in values["laws"] for case in group["cases"])
+    tuples = {name: tuple(kept[name]) for name in ("api", "declared", "coming")}
+    return cls(**{**kept, **tuples, "cases": cases})
+
+
+def _case(group: Mapping[str, Any], values: Mapping[str, Any]) -> Case:
+    known = {f.name for f in dataclasses.fields(Case)}
+    kept = {name: value for name, value in values.items() if name in known}
+    return Case(**{**kept, "level": group["level"], "law": group["law"]})
+
+
+def _check(made: Certificate, values: Mapping[str, Any]) -> None:
+    """Types of what is read from it, and that the verdicts written beside are those of its cases."""
+    texts = ("backend", "distribution", "version", "pagedkv", "device", "date")
+    wrong = [name for name in texts if not isinstance(getattr(made, name), str)]
+    wrong += [name for name in ("options", "machine", "capabilities") if not isinstance(getattr(made, name), dict)]
+    wrong += [] if isinstance(made.complete, bool) else ["complete"]
+    wrong += [f"outcome of {case.id}" for case in made.cases if case.outcome not in get_args(Outcome)]
+    wrong += [f"seconds of {case.id}" for case in made.cases if not isinstance(case.seconds, (int, float))]
+    if wrong:
+        raise _wrong(f"wrong values: {', '.join(wrong)}")
+    computed = made.levels()
+    written = {level: verdict for level, verdict in values.get("levels", {}).items() if level in computed}
+    if values.get("passed") != made.passed or any(computed[level] != verdict for level, verdict in written.items()):
+        raise _wrong("its verdicts are not those of its cases")
+
+
+def _wrong(what: str) -> ConfigError:
+    return ConfigError(f"this is no certificate of the kit: {what}; make it with `pagedkv certify NAME --json FILE`")
+
+
+# -- several -----------------------------------------------------------------------------------------------------------
 
 
 def worst(cases: Iterable[Case]) -> tuple[float, float] | None:
@@ -117,5 +222,13 @@ def worst(cases: Iterable[Case]) -> tuple[float, float] | None:
 
 
 def read_all(paths: Sequence[Path]) -> list[Certificate]:
-    """Certificates from files, by backend name."""
-    return sorted((Certificate.from_json(path.read_text("utf-8")) for path in paths), key=lambda c: c.backend)
+    """Certificates from files, by backend name. Raises `ConfigError` with the file's name."""
+    return sorted((read(path) for path in paths), key=lambda made: (made.backend, made.distribution))
+
+
+def read(path: Path) -> Certificate:
+    """The certificate in a file. Raises `ConfigError` with the file's name."""
+    try:
+        return Certificate.from_json(path.read_text("utf-8"))
+    except (OSError, UnicodeDecodeError, ConfigError) as error:
+        raise ConfigError(f"{path}: {error}") from error
