@@ -128,6 +128,26 @@ def test_the_contract_needs_the_standard_library_and_numpy(path):
     assert tops <= own | sys.stdlib_module_names
 
 
+@pytest.mark.parametrize("name", ["loopback", "null"])
+def test_u80_the_backends_of_the_kit_import_the_contract_and_themselves_only(name):
+    own = f"pagedkv.conformance.{name}."
+    paths = sorted((ROOT / "pagedkv" / "conformance" / name).rglob("*.py"))
+    assert {path.name for path in paths} >= {"descriptor.py", "backend.py"}
+    for path in paths:
+        for imported, _ in imports(parse(path), module_name(path), path.name == "__init__.py"):
+            ours = imported.startswith(("pagedkv", "pagedkv_"))
+            assert not ours or imported.startswith(("pagedkv.api.", own)), f"{ids(path)} imports {imported}"
+
+
+@pytest.mark.parametrize("name", ["loopback", "null"])
+def test_a_descriptor_of_the_kit_imports_the_standard_library_and_the_contract_at_the_top(name):
+    tree = parse(ROOT / "pagedkv" / "conformance" / name / "descriptor.py")
+    tree.body = [node for node in tree.body if isinstance(node, _IMPORTS)]
+    tops = {imported.split(".")[0] for imported, _ in imports(tree, "descriptor", False)}
+    assert tops - {"pagedkv"} <= sys.stdlib_module_names
+    assert all(n.startswith("pagedkv.api.") for n, _ in imports(tree, "descriptor", False) if n.startswith("pagedkv"))
+
+
 def test_the_arrows_have_no_cycle():
     def reach(start: str, seen: frozenset[str] = frozenset()) -> set[str]:
         assert start not in seen, f"cycle through {start}"
