@@ -19,6 +19,7 @@ COMMANDS = {
     "eval": ("pagedkv.cli.eval", "Measure a model's perplexity on a text."),
     "bench": ("pagedkv.cli.bench", "Measure throughput, latency and memory against batch size."),
     "backends": ("pagedkv.cli.backends", "List the installed backends, their devices, and every reason for a no."),
+    "certify": ("pagedkv.cli.certify", "Test an installed backend against every law of the contract."),
     "doctor": ("pagedkv.cli.doctor", "Show what is here, what would be chosen and why."),
 }
 """Command -> the module that has it under the same name, and its line in the help text."""

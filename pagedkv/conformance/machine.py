@@ -29,7 +29,9 @@ def cores() -> int:
 
 def surroundings() -> dict[str, Any]:
     """Processor, system and versions, as JSON values; torch's only if something has loaded it."""
-    versions = {name: str(sys.modules[name].__version__) for name in ("numpy", "torch") if name in sys.modules}
+    versions: dict[str, Any] = {
+        name: str(sys.modules[name].__version__) for name in ("numpy", "torch") if name in sys.modules
+    }
     return {
         "processor": processor(),
         "cores": cores(),
