@@ -100,7 +100,7 @@ class Kit:
             "groups": chosen,
             "num_blocks": 48,
             "dtype": self.dtype,
-            "limits": Limits(rows=16, tokens=256, context=2048),
+            "limits": Limits(rows=16, tokens=max(256, 8 * size), context=max(2048, 8 * size)),
             "features": self.can.features & {"mixed_batch", "prefix_hit"} | _needed(chosen),
         }
         return PoolSpec(**(fields | changes))
