@@ -217,7 +217,7 @@ def test_slices_of_one_tensor(kit: Kit) -> None:
     rig = kit.rig(layer)
     rows = [(seq := rig.sequence(rig.block_size + 1), seq.length, seq.length), (rig.sequence(2), 2, 2)]
     fused = torch.cat(rig.qkv(rows, layer), dim=1)
-    q, k, v = fused.split([layer.q_heads, layer.kv_heads, layer.kv_heads], dim=1)
+    q, k, v = torch.split(fused, [layer.q_heads, layer.kv_heads, layer.kv_heads], dim=1)
     out = rig.call(rig.plan(*rows), layer, q, k, v)
     kit.check(rig, out, rig.expected(*rows), mistake="the token stride of q, k or v was taken to be heads * dim")
 

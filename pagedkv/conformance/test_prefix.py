@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 
@@ -10,7 +13,7 @@ from pagedkv.conformance.rig import Rig, Seq
 
 pytestmark = pytest.mark.level("core")
 
-CUTS = {
+CUTS: dict[str, Callable[[int], list[int]]] = {
     "within-a-block": lambda size: [size // 2 + 1],
     "at-a-block": lambda size: [size],
     "last-token": lambda size: [3 * size + 1],
@@ -22,7 +25,7 @@ CUTS = {
 def in_chunks(rig: Rig, seq: Seq, cuts: list[int], layer: int | None = None) -> np.ndarray:
     """Every position's output, the sequence computed from cut to cut."""
     bounds = sorted({0, *cuts, seq.length} & set(range(seq.length + 1)))
-    parts = [rig.step((seq, high, high - low), layer=layer) for low, high in zip(bounds, bounds[1:], strict=False)]
+    parts = [rig.step((seq, high, high - low), layer=layer) for low, high in itertools.pairwise(bounds)]
     return np.concatenate(parts)
 
 
