@@ -11,7 +11,7 @@ import zipfile
 from pathlib import Path
 
 HEAD = """
-    import json, os, sys, time
+    import dataclasses, json, os, sys, time
     from pagedkv.api import AttentionBackend, Capabilities, Descriptor, DeviceInfo, Option, PoolCost
 """
 
@@ -36,6 +36,7 @@ CAPABILITIES = """
 
 def descriptor(
     name: str = "fake",
+    /,
     *,
     api: str | None = "(1, 0)",
     score: int = 60,
@@ -43,9 +44,14 @@ def descriptor(
     top: str = "",
     without: tuple[str, ...] = (),
     backend_without: tuple[str, ...] = (),
+    backend: dict[str, str] | None = None,
+    capabilities: str = CAPABILITIES,
     **members: str,
 ) -> str:
-    """Source of a plugin module whose `Fake` is a descriptor; `members` replaces one member's source each."""
+    """Source of a plugin module whose `Fake` is a descriptor; `members` replaces one member's source each.
+
+    `backend` does so for the instance that it creates.
+    """
     device = f'DeviceInfo.of(index=0, kind="fake card", total=100, free=50, score={score}, reason={reason!r}, new=1)'
     own = {
         "name": f"name = {name!r}",
@@ -56,10 +62,9 @@ def descriptor(
         "create": "def create(self, device, options, world): return FakeBackend()",
         "diagnose": 'def diagnose(self): return {"driver": "7.1"}',
     } | members
-    parts = [textwrap.dedent(HEAD), textwrap.dedent(top), textwrap.dedent(CAPABILITIES)]
-    parts.append(
-        _class("FakeBackend(AttentionBackend)", {k: v for k, v in BACKEND.items() if k not in backend_without})
-    )
+    parts = [textwrap.dedent(HEAD), textwrap.dedent(top), textwrap.dedent(capabilities)]
+    methods = {k: v for k, v in (BACKEND | (backend or {})).items() if k not in backend_without}
+    parts.append(_class("FakeBackend(AttentionBackend)", methods))
     parts.append(_class("Fake(Descriptor)", {k: v for k, v in own.items() if k not in without}))
     return "\n".join(parts)
 
@@ -110,3 +115,29 @@ def wheel(folder: Path, source: str, *, name: str, distribution: str, version: s
         for inside, text in files.items():
             archive.writestr(inside, text)
     return path
+
+
+def source_tree(folder: Path, source: str, *, name: str, distribution: str, version: str = "0.3") -> Path:
+    """A project as its author keeps it: pyproject.toml and one module."""
+    module = distribution.replace("-", "_")
+    folder.mkdir(parents=True)
+    (folder / f"{module}.py").write_text(source)
+    (folder / "pyproject.toml").write_text(
+        f"""
+[build-system]
+requires = ["setuptools>=77"]
+build-backend = "setuptools.build_meta"
+
+[project]
+name = "{distribution}"
+version = "{version}"
+dependencies = ["pagedkv"]
+
+[project.entry-points."pagedkv.backends"]
+{name} = "{module}:Fake"
+
+[tool.setuptools]
+py-modules = ["{module}"]
+"""
+    )
+    return folder

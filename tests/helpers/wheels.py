@@ -15,14 +15,13 @@ PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check", "-q")
 def build_wheel(source_folder: Path, out: Path) -> Path:
     """Build the project in `source_folder` into `out`; the folder itself is left as it is."""
     out.mkdir(parents=True, exist_ok=True)
-    before = set(out.glob("*.whl"))
     with tempfile.TemporaryDirectory() as home:
-        copy = Path(home) / source_folder.name
+        copy, built = Path(home) / source_folder.name, Path(home) / "built"
         leftovers = shutil.ignore_patterns("build", "*.egg-info", "__pycache__")
         shutil.copytree(source_folder, copy, ignore=leftovers)
-        _pip("wheel", "--no-index", "--no-deps", "--no-build-isolation", "--wheel-dir", str(out), str(copy))
-    (wheel,) = set(out.glob("*.whl")) - before
-    return wheel
+        _pip("wheel", "--no-index", "--no-deps", "--no-build-isolation", "--wheel-dir", str(built), str(copy))
+        (wheel,) = built.glob("*.whl")
+        return Path(shutil.copy2(wheel, out))
 
 
 def install_wheel(wheel: Path, target: Path) -> Path:
