@@ -105,7 +105,8 @@ def _agrees(rig: Rig, row: Row, **step: Any) -> bool:
 def test_undeclared_batch_field(kit: Kit) -> None:
     rig = kit.rig()
     seq = rig.sequence(rig.block_size + 2)
-    row, batch = (seq, seq.length, 2), {"num_decode": 1, "decode_q": 2}
+    row: Row = (seq, seq.length, 2)
+    batch: dict[str, Any] = {"num_decode": 1, "decode_q": 2}
     rig.write(seq, 0, seq.length - 2)
     try:
         rig.step(row, **batch)

@@ -268,8 +268,8 @@ class LoopbackBackend(AttentionBackend):
         self, layer: Layer, q: Floats, keys: Floats, values: Floats, distances: Array
     ) -> tuple[Floats, Floats]:
         """One query q [q_heads, k_dim] over what it sees: (out [q_heads, v_dim], log of the denominator [q_heads])."""
-        if not len(keys):
-            return np.zeros((len(q), values.shape[2])), np.full(len(q), -np.inf)
+        if not len(keys):  # the denominator is the sink's part alone
+            return np.zeros((len(q), values.shape[2])), np.full(len(q), layer.bound.get("sinks", -np.inf))
         heads = self._kv_heads(layer.spec)
         scores = self._scores(layer, q, keys[:, heads], distances)
         top, weights, total = self._weights(layer, scores)

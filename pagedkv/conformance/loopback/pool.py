@@ -39,7 +39,8 @@ Floats = npt.NDArray[np.float64]
 def to_stored(values: Array, kv_dtype: str) -> Array:
     """float32 numbers rounded to the KV dtype, as numpy holds it."""
     rounded = torch.from_numpy(np.ascontiguousarray(values, np.float32)).to(TORCH[kv_dtype])
-    return rounded.view(torch.uint8).numpy().view(ITEM[kv_dtype])
+    bits = rounded.view(torch.int16) if kv_dtype == "bf16" else rounded
+    return bits.numpy().view(ITEM[kv_dtype])
 
 
 def from_stored(stored: Array, kv_dtype: str) -> Floats:
