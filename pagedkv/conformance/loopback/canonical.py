@@ -33,7 +33,7 @@ class LoopbackCanonicalKV:
     def import_(self, pool: Pool, group: int, ids: Int32, lengths: Int32, data: Any) -> Event:
         self._backend._begin()
         mine, where = self._where(pool, group, ids, lengths, first=1)
-        given = np.array(np.frombuffer(data, np.uint8))
+        given = _read(data)
         self._check(given, mine, group, where)
         return self._backend._queues.copy(lambda: self._write(mine, group, where, given[FINGERPRINT_BYTES:]))
 
@@ -90,6 +90,16 @@ def _caches(pool: LoopbackPool, group: int) -> Iterator[Array]:
 def _parts(pool: LoopbackPool, group: int, where: _Where) -> Iterator[Array]:
     """Each cache's tokens as [kv_heads, tokens, dim]."""
     return (cache[where].transpose(1, 0, 2) for cache in _caches(pool, group))
+
+
+def _read(data: Any) -> Array:
+    """A copy of any buffer's bytes."""
+    try:
+        return np.array(np.frombuffer(data, np.uint8))
+    except (TypeError, ValueError, BufferError) as error:
+        raise ContractViolation(
+            f"data must be what export gave, contiguous bytes: {error}", law="canonical_kv"
+        ) from None
 
 
 def _little(part: Array) -> Array:
