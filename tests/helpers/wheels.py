@@ -14,14 +14,22 @@ PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check", "-q")
 
 def build_wheel(source_folder: Path, out: Path) -> Path:
     """Build the project in `source_folder` into `out`; the folder itself is left as it is."""
+    (wheel,) = build_wheels([source_folder], out)
+    return wheel
+
+
+def build_wheels(source_folders: Sequence[Path], out: Path) -> list[Path]:
+    """Build several projects with a single call of pip."""
     out.mkdir(parents=True, exist_ok=True)
+    leftovers = shutil.ignore_patterns("build", "*.egg-info", "__pycache__")
     with tempfile.TemporaryDirectory() as home:
-        copy, built = Path(home) / source_folder.name, Path(home) / "built"
-        leftovers = shutil.ignore_patterns("build", "*.egg-info", "__pycache__")
-        shutil.copytree(source_folder, copy, ignore=leftovers)
-        _pip("wheel", "--no-index", "--no-deps", "--no-build-isolation", "--wheel-dir", str(built), str(copy))
-        (wheel,) = built.glob("*.whl")
-        return Path(shutil.copy2(wheel, out))
+        built = Path(home) / "built"
+        copies = [
+            shutil.copytree(f, Path(home) / str(i) / f.name, ignore=leftovers) for i, f in enumerate(source_folders)
+        ]
+        options = ("--no-index", "--no-deps", "--no-build-isolation", "--wheel-dir", str(built))
+        _pip("wheel", *options, *map(str, copies))
+        return [Path(shutil.copy2(wheel, out)) for wheel in sorted(built.glob("*.whl"))]
 
 
 def install_wheel(wheel: Path, target: Path) -> Path:
