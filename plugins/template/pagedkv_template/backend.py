@@ -203,7 +203,8 @@ class TemplateBackend(api.AttentionBackend):
             for layer in group.layers:
                 mine = layer.kv_heads, layer.k_dim, layer.v_dim
                 owners = {o.index for o in group.layers if o.kv_of is None and (o.kv_heads, o.k_dim, o.v_dim) == mine}
-                asked += [("kind", layer.kind, can.kinds), ("kv_of", layer.kv_of, {None, *owners})]
+                shared = f"kv_of of layer {layer.index}", layer.kv_of, {None, *owners}
+                asked += [shared, ("kind", layer.kind, can.kinds)]
                 asked += [("head dim", layer.k_dim, dims), ("head dim", layer.v_dim, dims)]
                 asked += [("KV heads", layer.kv_heads, range(1, layer.q_heads + 1))]
         yield from dict.fromkeys(f"{what} {got!r} is not one of {ok}" for what, got, ok in asked if got not in ok)
