@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from pagedkv.conformance.certificate import Case
     from pagedkv.conformance.run import Watcher
 
+_UNKNOWN_WIDTH = 80
+
 
 class Counts:
     """Cases by outcome; written as "3 passed, 1 failed"."""
@@ -119,7 +121,8 @@ def _own_stderr() -> Iterator[IO[str]]:
 
 def _progress(stream: IO[str]) -> Progress:
     """The width is read here: rich would ask the standard streams, which do not lead to the terminal meanwhile."""
-    console = Console(file=stream, width=os.get_terminal_size(stream.fileno()).columns)
+    width = os.get_terminal_size(stream.fileno()).columns or _UNKNOWN_WIDTH
+    console = Console(file=stream, width=width)
     return Progress(
         TextColumn("{task.description}", markup=False),
         BarColumn(bar_width=20),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,8 @@ BLOCK_SIZES = (3, 128, 32, 16, 64, 256, 1)
 HEAD_DIMS = (8, 16, 32, 40, 64, 80, 96, 128, 192, 256)
 GROUPS = (1, 4, 7, 8)
 MOST_SIZES = 5
+FEATURE_AXES = ("window", "softcap", "sinks", "alibi", "causal")
+"""The axes that a feature lies behind."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,11 +70,11 @@ class Point:
 
 
 def sizes(alternatives: Iterable[Any], usual: Sequence[int], preferred: Iterable[int] = ()) -> list[int]:
-    """At most `MOST_SIZES` accepted sizes: the preferred ones, the bounds of what is declared, then usual ones."""
-    bounds: list[int] = []
+    """At most `MOST_SIZES` accepted sizes: the preferred ones, the least of what is declared, then usual ones."""
+    least: list[int] = []
     for one in alternatives:
-        bounds += sorted(one)[:2] if isinstance(one, (set, frozenset)) else [max(one[0], -(-one[1] // one[0]) * one[0])]
-    wanted = dict.fromkeys([*preferred, *bounds, *usual])
+        least += sorted(one)[:2] if isinstance(one, (set, frozenset)) else [max(one[0], -(-one[1] // one[0]) * one[0])]
+    wanted = dict.fromkeys([*preferred, *least, *usual])
     return [size for size in wanted if accepts(alternatives, size) and size <= max(usual)][:MOST_SIZES]
 
 
@@ -101,26 +103,53 @@ def axes(can: Capabilities) -> dict[str, list[Any]]:
 
 def points(can: Capabilities, seed: int = 0) -> list[Point]:
     """Points that hold every pair of values which the capabilities do not exclude; the same ones at every call."""
-    found = axes(can)
-    names, rng = list(found), np.random.default_rng(seed)
-    pairs = {
-        ((a, i), (b, j))
-        for a, b in itertools.combinations(range(len(names)), 2)
-        for i in range(len(found[names[a]]))
-        for j in range(len(found[names[b]]))
-    }
+    cover, rng = _Cover(can), np.random.default_rng(seed)
+    pairs = cover.pairs()
     chosen: list[Point] = []
     for pair in sorted(pairs):
         if pair in pairs:
-            picks = _fill(pair, [len(found[name]) for name in names], pairs, rng)
-            for attempt in (picks, {**dict.fromkeys(range(len(names)), 0), **dict(pair)}):
-                point = Point(**{name: found[name][attempt[i]] for i, name in enumerate(names)})
-                if allowed(can, point):
-                    chosen.append(point)
-                    pairs -= set(itertools.combinations(sorted(attempt.items()), 2))
-                    break
+            greedy = _fill(pair, cover.counts, pairs, rng)
+            picks = next(filter(cover.accepts, itertools.chain([greedy], cover.around(pair))), None)
+            if picks is not None:
+                chosen.append(cover.point(picks))
+                pairs -= set(itertools.combinations(sorted(picks.items()), 2))
             pairs.discard(pair)
     return chosen
+
+
+class _Cover:
+    """The axes by number: picks are axis -> number of its value, pairs are two (axis, value)."""
+
+    def __init__(self, can: Capabilities) -> None:
+        self._can, self._values = can, axes(can)
+        self._names = list(self._values)
+        self.counts = [len(values) for values in self._values.values()]
+        named = {key for pattern, _ in can.exclusions for key in pattern}
+        looked_at = {*named, *(FEATURE_AXES if "feature" in named else ())}
+        self._seen = [i for i, name in enumerate(self._names) if name in looked_at]
+        self._verdicts: dict[tuple[int, ...], bool] = {}
+
+    def pairs(self) -> set[Any]:
+        """Every pair of values of two axes."""
+        numbered = [[(axis, value) for value in range(count)] for axis, count in enumerate(self.counts)]
+        return {pair for a, b in itertools.combinations(numbered, 2) for pair in itertools.product(a, b)}
+
+    def point(self, picks: Mapping[int, int]) -> Point:
+        return Point(**{name: self._values[name][picks[axis]] for axis, name in enumerate(self._names)})
+
+    def accepts(self, picks: Mapping[int, int]) -> bool:
+        """Whether no exclusion speaks against these picks: it can look at some axes only."""
+        key = tuple(picks[axis] for axis in self._seen)
+        if key not in self._verdicts:
+            self._verdicts[key] = allowed(self._can, self.point(picks))
+        return self._verdicts[key]
+
+    def around(self, pair: Any) -> Iterator[dict[int, int]]:
+        """Picks with this pair in them, all that differ in what an exclusion looks at, the plainest first."""
+        plain = {**dict.fromkeys(range(len(self.counts)), 0), **dict(pair)}
+        free = [axis for axis in self._seen if axis not in dict(pair)]
+        for values in itertools.product(*(range(self.counts[axis]) for axis in free)):
+            yield {**plain, **dict(zip(free, values, strict=True))}
 
 
 def _fill(pair: Any, counts: Sequence[int], open_pairs: set[Any], rng: np.random.Generator) -> dict[int, int]:
