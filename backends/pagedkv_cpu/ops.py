@@ -101,8 +101,8 @@ class Ops:
         self._works: dict[str, bool] = {}
 
     def get(self, name: str, spec: OpSpec) -> Callable[..., Any] | None:
-        """The op, or None where the reference is as good."""
-        if name == "linear" and spec.dtype in DTYPES and self._packs(spec.dtype):
+        """The op, or None where the reference is as good, and for an attribute that only another core knows."""
+        if name == "linear" and not spec.attributes and spec.dtype in DTYPES and self._packs(spec.dtype):
             return self._linear
         return None
 
