@@ -9,13 +9,16 @@ import pytest
 
 from pagedkv.api.errors import PagedKVError
 
+Errors = type[PagedKVError] | tuple[type[PagedKVError], ...]
+
 _NAMED = "UnsupportedError, ContractViolation, OutOfDeviceMemory and DeviceError are all that a backend may raise"
 
 
 @contextlib.contextmanager
-def refuses(error: type[PagedKVError], what: str, *naming: object) -> Iterator[None]:
-    """The block raises `error`, whose text holds each of `naming`; `what` says what must be refused."""
-    wanted = f"{what} must raise {error.__name__}"
+def refuses(error: Errors, what: str, *naming: object) -> Iterator[None]:
+    """The block raises `error` (one of several), whose text holds each of `naming`; `what` says what is refused."""
+    names = " or ".join(one.__name__ for one in (error if isinstance(error, tuple) else (error,)))
+    wanted = f"{what} must raise {names}"
     try:
         yield
     except error as raised:

@@ -39,8 +39,12 @@ def _arrays(ids: Sequence[int], lengths: Sequence[int]) -> tuple[Any, Any]:
     return np.array(ids, np.int32), np.array(lengths, np.int32)
 
 
+def _extension(rig: Rig) -> Any:
+    return rig.backend.extension("canonical_kv")
+
+
 def _export(rig: Rig, ids: Sequence[int], lengths: Sequence[int]) -> bytes:
-    event, data = rig.backend.extension("canonical_kv").export(rig.pool, rig.group_index, *_arrays(ids, lengths))
+    event, data = _extension(rig).export(rig.pool, rig.group_index, *_arrays(ids, lengths))
     event.join()
     assert data.dtype == np.uint8 and data.ndim == 1, f"export gives {data.dtype} {data.shape}, must be uint8 [n]"
     return bytes(data.tobytes())
@@ -49,7 +53,7 @@ def _export(rig: Rig, ids: Sequence[int], lengths: Sequence[int]) -> bytes:
 def _import(rig: Rig, ids: Sequence[int], lengths: Sequence[int], data: bytes) -> None:
     """Import and let later compute wait; the array is overwritten at once, as `data` is read before the return."""
     given = np.frombuffer(data, np.uint8).copy()
-    event = rig.backend.extension("canonical_kv").import_(rig.pool, rig.group_index, *_arrays(ids, lengths), given)
+    event = _extension(rig).import_(rig.pool, rig.group_index, *_arrays(ids, lengths), given)
     given[:] = 0xAA
     rig.backend.wait(event)
 
@@ -78,7 +82,7 @@ def _difference(got: bytes, wanted: bytes) -> str:
     return f"byte {first} of {len(got)} differs: the order is layer, keys then values, head, token, dim"
 
 
-def _stores(kv_dtype: str) -> Any:
+def _stores(kv_dtype: str) -> pytest.MarkDecorator:
     """The mark of a case that applies where this KV dtype is declared."""
     return pytest.mark.applies.with_args(lambda can: kv_dtype in can.kv_dtypes)
 

@@ -31,7 +31,7 @@ def pair(subject: Subject) -> Iterator[tuple[Results, Results]]:
     yield answers[0].results, answers[1].results
 
 
-def _has(name: str) -> Any:
+def _has(name: str) -> pytest.MarkDecorator:
     """The mark of a case that applies where this collective is declared."""
     return pytest.mark.applies.with_args(lambda can: name in can.collectives)
 

@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.level("graph"), pytest.mark.extension("graph")]
 ROWS = 4
 
 
-def _level(*levels: str) -> Any:
+def _level(*levels: str) -> pytest.MarkDecorator:
     """The mark of a case that applies at these graph levels."""
     return pytest.mark.applies.with_args(lambda can: can.graph in levels)
 
@@ -36,8 +36,8 @@ class Recorded:
     def __init__(self, rig: Rig, *, tokens: int = ROWS, decode_q: int = 1, layers: Sequence[int] = (0,)) -> None:
         self.rig, self.layers = rig, layers
         self.shape = GraphShape(rows=ROWS, tokens=tokens, max_ctx=rig.spec.limits.context, decode_q=decode_q)
-        self.extension = rig.backend.extension("graph")
-        self.plan = self.extension.static_plan(rig.pool, rig.group_index, self.shape)
+        self.extension: Any = rig.backend.extension("graph")
+        self.plan: Any = self.extension.static_plan(rig.pool, rig.group_index, self.shape)
         self.tensors = {index: self._empty(index) for index in layers}
         self.graph: Any = None
 

@@ -43,7 +43,7 @@ def gated_fields() -> dict[str, str]:
     return {f.name: f.metadata["feature"] for f in dataclasses.fields(LayerSpec) if "feature" in f.metadata}
 
 
-def undeclared(feature: str) -> Any:
+def undeclared(feature: str) -> pytest.MarkDecorator:
     """The mark of a case that applies where `feature` is not declared."""
     return pytest.mark.without(feature)
 
