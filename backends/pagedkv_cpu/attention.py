@@ -29,11 +29,15 @@ SMALLEST = 1e-30
 def append(layer: Layer, slots: torch.Tensor, kept: torch.Tensor | None, k: torch.Tensor, v: torch.Tensor) -> None:
     """Write rows `kept` (None: all) of k and v [A, kv_heads, dim] to `slots`."""
     for cache, rows in ((layer.keys, k), (layer.values, v)):
-        picked = rows if kept is None else rows.index_select(0, kept)
-        narrow = picked.to(cache.dtype)
-        if narrow.shape[2] != cache.shape[2]:
-            narrow = torch.nn.functional.pad(narrow, (0, cache.shape[2] - narrow.shape[2]))
-        cache.index_copy_(1, slots, narrow.transpose(0, 1))
+        write(cache, slots, rows if kept is None else rows.index_select(0, kept))
+
+
+def write(cache: torch.Tensor, slots: torch.Tensor, rows: torch.Tensor) -> None:
+    """Write rows [A, kv_heads, dim] to `slots` of a cache [kv_heads, slots, width], its padding as zeros."""
+    narrow = rows.to(cache.dtype)
+    if narrow.shape[2] != cache.shape[2]:
+        narrow = torch.nn.functional.pad(narrow, (0, cache.shape[2] - narrow.shape[2]))
+    cache.index_copy_(1, slots, narrow.transpose(0, 1))
 
 
 def scaled_queries(layer: Layer, q: torch.Tensor, scratch: Scratch) -> torch.Tensor:
@@ -50,17 +54,29 @@ def scaled_queries(layer: Layer, q: torch.Tensor, scratch: Scratch) -> torch.Ten
     return target.view(count * heads, width)
 
 
-def attend(layer: Layer, works: list[Work], planner: Planner, q: torch.Tensor, out: torch.Tensor, s: Scratch) -> None:
-    """Attention of q [T, heads, k_dim] into out [T, heads, v_dim]; `works` come from `make_works`."""
+def attend(
+    layer: Layer,
+    works: list[Work],
+    planner: Planner,
+    q: torch.Tensor,
+    out: torch.Tensor,
+    s: Scratch,
+    lse: torch.Tensor | None = None,
+) -> None:
+    """Attention of q [T, heads, k_dim] into out [T, heads, v_dim]; `works` come from the plan.
+
+    `lse`, fp32 [T, heads], takes the logarithm of each softmax's denominator.
+    """
     queries = scaled_queries(layer, q, s)
     rows = out.view(-1, out.shape[2])
+    sums = None if lse is None else lse.view(-1, 1)
     for work in works:
-        result = work.run(layer, queries)
+        result = work.run(layer, queries, sums)
         if work.part.mixed and bool(torch.isnan(result).any()):
             # A NaN in a value that only some of a tile's tokens see reaches all of them as 0 x NaN. Looked at one by
             # one, tokens keep what they may see and gather zeros for the rest. The bits of good rows are the same.
             for single in planner.singles(work.part.tokens):
-                _store(Work(single, layer, s).run(layer, queries), single, rows)
+                _store(Work(single, layer, s).run(layer, queries, sums), single, rows)
         else:
             _store(result, work.part, rows)
 
@@ -77,6 +93,15 @@ def _store(result: torch.Tensor, part: Pass, out: torch.Tensor) -> None:
     else:
         picked = result.index_select(0, part.result_rows)[:, : out.shape[1]]
         out.index_copy_(0, part.out_rows, picked.to(out.dtype))
+
+
+def _log_sums(top: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
+    """log of sum(exp(s)) for each tile row, fp32 [rows, 1]; minus infinity where nothing is seen.
+
+    In float64, whose rounded result does not show by which instructions a row's logarithm was taken.
+    """
+    sums = total.double().log_().add_(top).masked_fill_(top <= HIDDEN, -torch.inf)
+    return sums.float().view(-1, 1)
 
 
 Product = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -106,15 +131,20 @@ class Work:
         self._key_products = [list(self._with_keys(keys)) for keys in self._keys] if few else None
         self._value_products = [list(self._with_values(values)) for values in self._values] if few else None
 
-    def run(self, layer: Layer, queries: torch.Tensor) -> torch.Tensor:
-        """The pass's result, tile rows [rows, v_width], for queries [tokens * heads, k_width]."""
+    def run(self, layer: Layer, queries: torch.Tensor, lse: torch.Tensor | None = None) -> torch.Tensor:
+        """The pass's result, tile rows [rows, v_width], for queries [tokens * heads, k_width].
+
+        The logarithms of the pass's denominators go to their rows of `lse`, [tokens * heads, 1].
+        """
         torch.index_select(queries, 0, self.part.query_rows, out=self._rows)
         for index, keys in enumerate(self._keys):
             keys.read(layer.keys)
             for tiles, turned, out in self._key_products[index] if self._key_products else self._with_keys(keys):
                 torch.bmm(tiles, turned, out=out)
         self._shape_scores(layer)
-        total = self._to_weights(layer)
+        top, total = self._to_weights(layer)
+        if lse is not None:
+            _store(_log_sums(top, total), self.part, lse)
         self._result.zero_()
         for index, values in enumerate(self._values):
             values.read(layer.values)
@@ -171,8 +201,8 @@ class Work:
         heads = self.part.query_rows.remainder(layer.spec.q_heads)
         return per_head.index_select(0, heads).view(self._scores.shape[1:4])
 
-    def _to_weights(self, layer: Layer) -> torch.Tensor:
-        """Turn scores into weights in place; their sum [lanes, tiles, height]."""
+    def _to_weights(self, layer: Layer) -> tuple[torch.Tensor, torch.Tensor]:
+        """Turn scores into weights in place: (the largest score, the weights' sum), each [lanes, tiles, height]."""
         scores, top = self._scores, self._scores.amax((0, 4))
         sinks = None
         if layer.spec.sinks:
@@ -186,7 +216,7 @@ class Work:
         total = sums[0] if self.part.chunks == 1 else sums.cumsum(0)[-1]  # in the order of the chunks, unlike sum(0)
         if sinks is not None:
             total = total + (sinks - top).clamp_(min=LOWEST).exp_()
-        return total.clamp_(min=SMALLEST) if self.part.blank else total
+        return top, total.clamp_(min=SMALLEST) if self.part.blank else total
 
 
 class _Gather:

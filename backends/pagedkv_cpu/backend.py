@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,7 @@ from pagedkv.api import (
     Batch,
     Capabilities,
     ContractViolation,
+    DeviceError,
     Event,
     MemoryInfo,
     OpSpec,
@@ -24,13 +25,16 @@ from pagedkv.api import (
     PoolCost,
     PoolSpec,
     UnsupportedError,
+    World,
 )
+from pagedkv.api.torch import DTYPES, OneRank, TorchCommunicator, communicator
 from pagedkv_cpu import attention, host
 from pagedkv_cpu.attention import Work
+from pagedkv_cpu.canonical import Canonical
 from pagedkv_cpu.ops import Ops
 from pagedkv_cpu.planning import Geometry, Pass, Planner, Shape
 from pagedkv_cpu.pool import CpuPool, Layer, pool_cost, reasons_against
-from pagedkv_cpu.scratch import DTYPES, padded
+from pagedkv_cpu.scratch import padded
 
 _log = logging.getLogger("pagedkv.backends.cpu")
 
@@ -90,8 +94,10 @@ def _targets(batch: Batch, num_slots: int, block_size: int) -> tuple[torch.Tenso
 class CpuBackend(AttentionBackend):
     """Attention, pools and ops on the processor. `threads` 0 takes the cores this process may use."""
 
-    def __init__(self, capabilities: Capabilities, *, threads: int = 0) -> None:
+    def __init__(self, capabilities: Capabilities, *, threads: int = 0, world: World | None = None) -> None:
         self._closed = False
+        self._world = world or World()
+        self._communicators: list[OneRank | TorchCommunicator] = []
         self._pools: weakref.WeakSet[CpuPool] = weakref.WeakSet()
         self._ops = Ops()
         torch.set_num_threads(threads if threads > 0 else host.cores().usable)
@@ -120,8 +126,7 @@ class CpuBackend(AttentionBackend):
     def plan(self, pool: Pool, group: int, batch: Batch) -> Plan:
         mine = self._mine(pool)
         mine.scratch()
-        if not 0 <= group < len(mine.spec.groups):
-            raise ContractViolation(f"the pool has groups 0..{len(mine.spec.groups) - 1}, not {group}", law="group")
+        mine.group(group)
         _check_limits(batch, mine.spec)
         return CpuPlan(mine, group, batch, self._uniform)
 
@@ -131,10 +136,9 @@ class CpuBackend(AttentionBackend):
         self._check_open()
         if not isinstance(plan, CpuPlan):
             raise ContractViolation("attend takes a plan made by this backend", law="plan")
-        if extra:
-            raise UnsupportedError(f"the CPU backend takes no extra arguments, got {sorted(extra)}")
         found = plan.pool.layer(layer)
         _check_call(plan, found, q, k, v, out)
+        lse = _checked_lse(extra, plan, found, q) if extra else None
         if k is not None and plan.slots.numel():
             attention.append(found, plan.slots, plan.kept, _first(k, plan.num_slots), _first(v, plan.num_slots))
         if q is None:
@@ -142,7 +146,8 @@ class CpuBackend(AttentionBackend):
         tokens = plan.num_tokens
         if tokens:
             works, planner = plan.work(found)
-            attention.attend(found, works, planner, _first(q, tokens), _first(out, tokens), plan.pool.scratch())
+            sums = None if lse is None else lse[:tokens]
+            attention.attend(found, works, planner, _first(q, tokens), _first(out, tokens), plan.pool.scratch(), sums)
         if len(out) > tokens:
             out[tokens:].zero_()
 
@@ -173,6 +178,8 @@ class CpuBackend(AttentionBackend):
         self._closed = True
         for pool in list(self._pools):
             pool.close()
+        for made in self._communicators:
+            made.close()
 
     def bind(self, pool: Pool, layer: int, params: Mapping[str, Any]) -> None:
         """Sinks and ALiBi slopes, each float32 [q_heads]."""
@@ -186,11 +193,25 @@ class CpuBackend(AttentionBackend):
         self._check_open()
         return self._ops.get(name, spec)
 
+    def communicator(self, group: Sequence[int]) -> OneRank | TorchCommunicator:
+        """Over Gloo, in sums of a fixed order: those of its own rings depend on a tensor's length."""
+        self._check_open()
+        made = communicator("gloo", self._world, group, ordered=True)
+        self._communicators.append(made)
+        return made
+
+    def extension(self, name: str) -> Any | None:
+        self._check_open()
+        return Canonical(self._mine) if name in self._capabilities.extensions else None
+
     # -- inside --------------------------------------------------------------------------------------------------------
 
     def _check_open(self) -> None:
         if self._closed:
             raise ContractViolation("this backend was closed; create a new one", law="use after close")
+        for made in self._communicators:
+            if made.failure is not None:
+                raise DeviceError(str(made.failure))
 
     def _mine(self, pool: Pool) -> CpuPool:
         self._check_open()
@@ -257,6 +278,26 @@ def _check_call(plan: CpuPlan, layer: Layer, q: Any, k: Any, v: Any, out: Any) -
             raise ContractViolation("out must be contiguous", law="attend tensors")
         if layer.unbound():
             raise ContractViolation(f"bind {layer.unbound()} of layer {spec.index} before attend", law="bind")
+
+
+def _checked_lse(extra: Mapping[str, Any], plan: CpuPlan, layer: Layer, q: Any) -> torch.Tensor:
+    """The tensor that takes the log-sum-exp, before anything is written."""
+    unknown = sorted(extra.keys() - {"lse"})
+    if unknown:
+        raise UnsupportedError(f"attend takes no extra {', '.join(map(repr, unknown))}; it accepts 'lse'")
+    if q is None:
+        raise ContractViolation("an append has no log-sum-exp: give 'lse' together with q and out", law="lse")
+    lse, tokens, heads = extra["lse"], plan.num_tokens, layer.spec.q_heads
+    if not isinstance(lse, torch.Tensor) or lse.dtype != torch.float32 or not _has_rows(lse, tokens, heads):
+        given = f"{lse.dtype} {list(lse.shape)}" if isinstance(lse, torch.Tensor) else type(lse).__name__
+        raise ContractViolation(f"lse must be float32 [>= {tokens}, {heads}], got {given}", law="lse")
+    if not lse.is_contiguous():
+        raise ContractViolation("lse must be contiguous, as out is", law="lse")
+    return lse
+
+
+def _has_rows(tensor: torch.Tensor, rows: int, columns: int) -> bool:
+    return tensor.dim() == 2 and tensor.shape[0] >= rows and tensor.shape[1] == columns
 
 
 def _check_tensor(name: str, tensor: Any, rows: int, heads: int, dim: int, dtype: torch.dtype) -> None:

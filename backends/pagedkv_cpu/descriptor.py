@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,6 +18,7 @@ from pagedkv.api import (
     World,
 )
 from pagedkv.api.errors import ConfigError
+from pagedkv.api.extensions import CANONICAL_KV_VERSION
 from pagedkv_cpu import host
 
 _NO_TORCH = "torch is not installed: pip install torch"
@@ -34,8 +36,14 @@ FEATURES = frozenset(
         "nan_safe",
         "deterministic",
         "batch_invariant",
+        "lse",
     }
 )
+
+
+COLLECTIVES = frozenset({"all_reduce", "all_gather", "broadcast", "barrier"})
+EXTENSIONS = {"canonical_kv": CANONICAL_KV_VERSION} if sys.byteorder == "little" else {}
+"""The canonical bytes are little endian, and exported as they lie."""
 
 
 class CpuDescriptor(Descriptor):
@@ -79,6 +87,8 @@ class CpuDescriptor(Descriptor):
             features=FEATURES,
             placements=frozenset({"device", "host"}),
             async_copy=False,
+            collectives=COLLECTIVES,
+            extensions=EXTENSIONS,
             exclusions=(
                 (
                     {"dtype": frozenset({"bf16", "fp16"}), "feature": "batch_invariant"},
@@ -97,7 +107,7 @@ class CpuDescriptor(Descriptor):
             raise BackendUnavailable(_NO_TORCH)
         from pagedkv_cpu.backend import CpuBackend
 
-        return CpuBackend(self.describe(self.probe()[0]), threads=threads)
+        return CpuBackend(self.describe(self.probe()[0]), threads=threads, world=world)
 
     def diagnose(self) -> Mapping[str, str]:
         memory, cores, flags = host.memory(), host.cores(), host.isa_flags()

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from pagedkv.api import OpSpec
-from pagedkv_cpu.scratch import DTYPES
+from pagedkv.api.torch import DTYPES
 
 _log = logging.getLogger("pagedkv.backends.cpu")
 

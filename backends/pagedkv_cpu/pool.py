@@ -27,8 +27,9 @@ from pagedkv.api import (
     PoolSpec,
     needs,
 )
+from pagedkv.api.torch import DTYPES
 from pagedkv_cpu import host
-from pagedkv_cpu.scratch import DTYPES, ITEM_BYTES, Scratch, Sizes, padded
+from pagedkv_cpu.scratch import ITEM_BYTES, Scratch, Sizes, padded
 
 ALIGN = 64
 SMALL = 1 << 16
@@ -119,6 +120,12 @@ class CpuPool(Pool):
         """Raise `ContractViolation` after close."""
         if self._closed:
             raise ContractViolation("this pool was closed; allocate a new one", law="use after close")
+
+    def group(self, index: int) -> GroupSpec:
+        """The group `index`; `ContractViolation` when the pool has none."""
+        if not 0 <= index < len(self.spec.groups):
+            raise ContractViolation(f"the pool has groups 0..{len(self.spec.groups) - 1}, not {index}", law="group")
+        return self.spec.groups[index]
 
     def layer(self, index: int) -> Layer:
         """The layer `index`; `ContractViolation` when the pool has none."""

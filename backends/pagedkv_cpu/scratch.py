@@ -11,9 +11,9 @@ from dataclasses import dataclass
 import torch
 
 from pagedkv.api import GroupSpec, LayerSpec, PoolSpec
+from pagedkv.api.torch import DTYPES
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-ITEM_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+ITEM_BYTES = {name: dtype.itemsize for name, dtype in DTYPES.items()}
 
 CHUNK = 128
 """Keys per product. Fixed: with it the shape of every product, and so the bits of every row, are fixed too."""

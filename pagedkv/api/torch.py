@@ -103,7 +103,7 @@ class TorchCommunicator:
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         """The sum over the group, in place."""
         if self._ordered:
-            return tensor.copy_(_sum(self._gathered(tensor)))
+            return tensor.copy_(_sum(self._gathered("all_reduce", tensor)))
         flat = tensor.contiguous()
         self._wait("all_reduce", lambda group: group.allreduce([flat]))
         return _brought_back(flat, tensor)
@@ -112,7 +112,7 @@ class TorchCommunicator:
         """Every rank's tensor, all of one shape, concatenated along `dim` in the group's order."""
         if not -tensor.dim() <= dim < tensor.dim():
             raise ContractViolation(f"all_gather along dim {dim} of {list(tensor.shape)}", law="collectives")
-        return torch.cat(self._gathered(tensor), dim)
+        return torch.cat(self._gathered("all_gather", tensor), dim)
 
     def broadcast(self, tensor: torch.Tensor, src: int = 0) -> torch.Tensor:
         """The tensor of the group's rank `src`, in place."""
@@ -139,10 +139,10 @@ class TorchCommunicator:
         except RuntimeError as error:  # a backend without the call ends with the object
             _log.info("closing the communicator among ranks %s: %s", list(self._ranks), error)
 
-    def _gathered(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+    def _gathered(self, name: str, tensor: torch.Tensor) -> list[torch.Tensor]:
         flat = tensor.contiguous()
         parts = list(flat.new_empty((len(self._ranks), *flat.shape)).unbind(0))
-        self._wait("all_gather", lambda group: group.allgather([parts], [flat]))
+        self._wait(name, lambda group: group.allgather([parts], [flat]))
         return parts
 
     def _wait(self, name: str, start: Callable[[Any], Any]) -> None:

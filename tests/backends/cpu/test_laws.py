@@ -362,11 +362,11 @@ def test_a_pool_that_cannot_fit_says_how_much():
 
 def test_u85_every_reason_is_given_at_once():
     layer = layer_spec(0, k_dim=600, kind="mla", window=0, kv_of=5)
-    spec = pool_spec(layer, block_size=0, kv_dtype="int8/token_head", dtype="fp64", features=frozenset({"lse"}))
+    spec = pool_spec(layer, block_size=0, kv_dtype="int8/token_head", dtype="fp64", features=frozenset({"state"}))
     with pytest.raises(UnsupportedError) as caught:
         backend().alloc_pool(spec)
     text = "\n".join(caught.value.reasons)
-    for word in ("block size 0", "k_dim 600", "'mla'", "window 0", "kv_of 5", "int8/token_head", "'fp64'", "'lse'"):
+    for word in ("block size 0", "k_dim 600", "'mla'", "window 0", "kv_of 5", "int8/token_head", "'fp64'", "'state'"):
         assert word in text
     assert len(caught.value.reasons) == 8
 
@@ -431,8 +431,8 @@ def test_wrong_calls_are_named_and_write_nothing():
     for layer, tensors, words in wrong:
         with pytest.raises(ContractViolation, match=words):
             rig.backend.attend(plan, layer, *tensors)
-    with pytest.raises(UnsupportedError, match="lse"):
-        rig.backend.attend(plan, 0, q, k, v, out, extra={"lse": out})
+    with pytest.raises(UnsupportedError, match="mask"):
+        rig.backend.attend(plan, 0, q, k, v, out, extra={"mask": out})
     for planes, old in zip(rig.pool._planes.values(), before, strict=True):
         assert torch.equal(planes[:, 1:].view(torch.int64), old.view(torch.int64))
 
