@@ -22,6 +22,7 @@ from pagedkv.api import (
     Event,
     GroupSpec,
     Limits,
+    OpSpec,
     OutOfDeviceMemory,
     PoolSpec,
     UnsupportedError,
@@ -532,6 +533,37 @@ def test_an_instance_declares_at_most_what_its_descriptor_does() -> None:
     offered = LoopbackDescriptor().describe(DeviceInfo(index=0, kind="any"))
     assert loopback().capabilities() == offered
     assert {"lse", "batch_invariant", "kv_sharing", "multi_token_decode"} <= offered.features and offered.async_copy
+
+
+# -- ops and collectives -----------------------------------------------------------------------------------------------
+
+
+def test_linear_gives_a_row_the_same_bits_in_every_batch() -> None:
+    linear = loopback().op("linear", OpSpec(dtype="fp32"))
+    assert linear is not None
+    weight, bias, x = torch.randn(33, 50), torch.randn(33), torch.randn(9, 50)
+    packed = linear.pack(weight, bias)
+    whole = linear(x, packed)
+    assert packed.nbytes == 33 * 51 * 4
+    assert worst(whole, x.double().numpy() @ weight.double().numpy().T + bias.double().numpy()) < 1e-4
+    assert all(torch.equal(linear(x[i : i + n], packed), whole[i : i + n]) for i in range(9) for n in range(10 - i))
+
+
+@pytest.mark.parametrize("spec", [{"attributes": {"wide": True}}, {"features": frozenset({"lora"})}])
+def test_an_op_with_what_nobody_knows_here_is_left_to_its_reference(spec: Any) -> None:
+    assert loopback().op("linear", OpSpec(dtype="fp32", **spec)) is None
+    assert loopback().op("rope", OpSpec(dtype="fp32")) is None
+
+
+def test_a_communicator_that_fails_is_the_devices_failure() -> None:
+    made = loopback()
+    alone = made.communicator([0])
+    x = torch.ones(2, 3)
+    assert torch.equal(alone.all_reduce(x), torch.ones(2, 3)) and made.memory().free is not None
+    alone.failure = DeviceError("rank 1 died")  # type: ignore[attr-defined]
+    with pytest.raises(DeviceError, match="rank 1 died"):
+        made.synchronize()
+    made.close()
 
 
 # -- graph -------------------------------------------------------------------------------------------------------------

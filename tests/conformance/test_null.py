@@ -67,6 +67,7 @@ def test_ops_have_the_shapes_of_their_references(null: AttentionBackend) -> None
     packed = linear.pack(torch.randn(7, 8), torch.randn(7))
     assert packed.nbytes == 0 and torch.equal(linear(x, packed), torch.zeros(5, 7))
     assert null.op("telepathy", OpSpec(dtype="fp32")) is None
+    assert null.op("linear", OpSpec(dtype="fp32", attributes={"folded": True})) is None
 
 
 def test_an_engine_runs_and_is_told_once_that_it_means_nothing(caplog: pytest.LogCaptureFixture) -> None:

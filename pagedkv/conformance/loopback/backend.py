@@ -65,6 +65,7 @@ class LoopbackBackend(AttentionBackend):
         self._fail_at, self._attends = fail_at, 0
         self._queues = Queues(order, seed)
         self._pools: weakref.WeakSet[LoopbackPool] = weakref.WeakSet()
+        self._communicators: list[Any] = []
         self._graphs = LoopbackGraphs(self)
         self._canonical = LoopbackCanonicalKV(self)
         self._closed = False
@@ -366,12 +367,15 @@ class LoopbackBackend(AttentionBackend):
         self._begin()
         from pagedkv.api.torch import communicator
 
-        return communicator("gloo", self._world, group)
+        made = communicator("gloo", self._world, group, ordered=True)
+        self._communicators.append(made)
+        return made
 
     def op(self, name: str, spec: OpSpec) -> Callable[..., Any] | None:
         """`linear`, row by row: the only op whose reference lets a row's bits depend on the other rows."""
         self._begin()
-        return Linear() if name == "linear" else None
+        known = name == "linear" and not spec.attributes and not spec.features
+        return Linear() if known else None
 
     def extension(self, name: str) -> Any | None:
         self._begin()
@@ -383,6 +387,8 @@ class LoopbackBackend(AttentionBackend):
             return
         self._graphs.end()
         self._settle()
+        for communicator in self._communicators:
+            communicator.close()
         for pool in list(self._pools):
             pool.close()
         self._closed = True
@@ -393,6 +399,9 @@ class LoopbackBackend(AttentionBackend):
         """What each call starts with. `unrecordable`: what a recorded function may not do, this call being one."""
         if self._closed:
             raise ContractViolation("this backend was closed; create a new one", law="use after close")
+        for communicator in self._communicators:
+            if communicator.failure is not None:
+                self._queues.fail(communicator.failure)
         self._queues.check()
         if unrecordable and self._queues.recording:
             raise ContractViolation(f"a recorded function {unrecordable}; do it before or after", law="graph")

@@ -77,8 +77,8 @@ class NullBackend(AttentionBackend):
         return
 
     def op(self, name: str, spec: OpSpec) -> Callable[..., Any] | None:
-        """Every op of today, without its arithmetic; a later one falls to its reference."""
-        return _OPS.get(name)
+        """Every op of today, without its arithmetic; what came later falls to its reference."""
+        return None if spec.features or spec.attributes.keys() - {"wide"} else _OPS.get(name)
 
 
 # -- ops: the shapes of their references in `pagedkv.ops`, and nothing else --------------------------------------------
