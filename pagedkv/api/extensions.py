@@ -4,8 +4,8 @@
     "canonical_kv"  CanonicalKV      blocks as bytes that every backend reads the same way
 
 The log-sum-exp has no object: a backend that declares the feature "lse" accepts `extra={"lse": tensor}` in `attend`, a
-float32 tensor [>=T, Hq] of `torch_device`, and writes the natural logarithm of each query's softmax denominator, a sink
-included; minus infinity where nothing is visible. Rows past T are left alone or finite.
+contiguous float32 tensor [>=T, Hq] of `torch_device`, and writes the natural logarithm of each query's softmax
+denominator, a sink included; minus infinity where nothing is visible. Rows past T are left alone or finite.
 """
 
 from __future__ import annotations
