@@ -64,7 +64,7 @@ def _wanted(model: str | None, settings: Mapping[str, Any]) -> Requirements | No
         return model_requirements(EngineConfig.of(model=model, **settings))
     if settings:
         flags = ", ".join(f"--{name.replace('_', '-')}" for name in settings)
-        raise click.UsageError(f"{flags} concerns a model; give --model too")
+        raise click.UsageError(f"{flags} {'concerns' if len(settings) == 1 else 'concern'} a model; give --model too")
     return None
 
 
