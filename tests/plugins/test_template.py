@@ -21,7 +21,15 @@ import pytest
 import torch
 
 from pagedkv import SamplingParams
-from pagedkv.api import ContractViolation, GroupSpec, Limits, OutOfDeviceMemory, UnsupportedError, World
+from pagedkv.api import (
+    AttentionBackend,
+    ContractViolation,
+    GroupSpec,
+    Limits,
+    OutOfDeviceMemory,
+    UnsupportedError,
+    World,
+)
 from tests.backends.cpu.rig import Rig, layer_spec, pool_spec
 from tests.helpers.engine_rig import engine
 from tests.helpers.wheels import build_wheel, install_wheel
@@ -322,3 +330,44 @@ def test_the_null_block_is_never_written(made):
         with pytest.raises(ContractViolation, match="slot") as caught:
             rig.append_plan(np.array([16, slot], np.int64))
         assert caught.value.law == "slots"
+
+
+# -- the guide ---------------------------------------------------------------------------------------------------------
+
+GUIDE = (ROOT / "docs" / "backend-guide.md").read_text()
+
+
+def table(heading: str) -> list[str]:
+    """The first column of the guide's table that has this first heading."""
+    (rows,) = re.findall(rf"^\| {heading} \|.*\n\| ---.*\n((?:\|.*\n?)+)", GUIDE, re.MULTILINE)
+    return [row.split("|")[1].strip() for row in rows.splitlines()]
+
+
+def test_the_guide_explains_the_six_required_methods():
+    assert {name.strip("`") for name in table("method")} == set(AttentionBackend.__abstractmethods__)
+
+
+def test_the_guide_names_sections_that_the_kit_has():
+    named = set(re.findall(r"`(test_\w+)`", GUIDE))
+    assert len(named) > 10 and named <= {path.stem for path in (ROOT / "pagedkv" / "conformance").glob("test_*.py")}
+
+
+def test_every_message_in_the_guide_is_one_that_pagedkv_gives():
+    sources = "\n".join(path.read_text() for path in (ROOT / "pagedkv").rglob("*.py"))
+    said = re.sub(r'["\']\s*\n\s*f?["\']', "", sources).replace("{key!r}", "'probe'").replace("{m}", "plan")
+    for message in table("the message says"):
+        assert message.strip("`") in said, message
+
+
+def test_the_guides_links_lead_somewhere():
+    headings = {
+        re.sub(r"[^\w -]", "", line.lower()).replace(" ", "-") for line in re.findall(r"^#+ (.*)$", GUIDE, re.M)
+    }
+    for target in re.findall(r"\]\(([^)]+)\)", GUIDE):
+        assert target[1:] in headings if target.startswith("#") else (ROOT / "docs" / target).is_file(), target
+
+
+def test_guide_and_readme_copy_the_template_in_the_same_way():
+    lines = [line.split("  ")[0] for line in (TEMPLATE / "README.md").read_text().splitlines()]
+    for line in GUIDE.split("```\n")[1].splitlines():
+        assert line in lines
