@@ -30,14 +30,18 @@ def _two_graphs(can: Capabilities) -> bool:
     return can.max_graphs is None or can.max_graphs >= 2
 
 
+def _extension(rig: Rig) -> Any:
+    return rig.backend.extension("graph")
+
+
 class Recorded:
     """The attends of one step over `layers`, on tensors of fixed size, with a static plan of their own."""
 
     def __init__(self, rig: Rig, *, tokens: int = ROWS, decode_q: int = 1, layers: Sequence[int] = (0,)) -> None:
         self.rig, self.layers = rig, layers
         self.shape = GraphShape(rows=ROWS, tokens=tokens, max_ctx=rig.spec.limits.context, decode_q=decode_q)
-        self.extension: Any = rig.backend.extension("graph")
-        self.plan: Any = self.extension.static_plan(rig.pool, rig.group_index, self.shape)
+        self.extension = _extension(rig)
+        self.plan = self.extension.static_plan(rig.pool, rig.group_index, self.shape)
         self.tensors = {index: self._empty(index) for index in layers}
         self.graph: Any = None
 
