@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: help demo test lint types bench compare clean setup
+.PHONY: help demo test lint types bench compare certify support clean setup
 help:  ## show the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
 
@@ -42,6 +42,18 @@ bench: $(VENV)/.demo  ## the standard work on the demo model
 compare: $(VENV)/.dev  ## the standard work beside transformers, interleaved, about ten minutes; and the core's host costs
 	$(BIN)/python ci/bench/compare.py --host-costs
 	$(BIN)/python ci/bench/compare.py demo
+
+certify: $(VENV)/.dev  ## the conformance kit on our backends and the template: docs/certificates, docs/support.md
+	rm -rf build/template
+	$(BIN)/python -m pip install --disable-pip-version-check -q --no-deps --no-build-isolation --target build/template plugins/template
+	$(BIN)/pagedkv certify cpu --json docs/certificates/cpu.json
+	$(BIN)/pagedkv certify loopback --json docs/certificates/loopback.json
+	PYTHONPATH=build/template $(BIN)/pagedkv certify template --json docs/certificates/template.json
+	$(MAKE) support
+
+support: $(VENV)/.dev  ## docs/support.md from docs/certificates
+	$(BIN)/python -m pagedkv.conformance.matrix docs/certificates/*.json > docs/support.md.new
+	mv docs/support.md.new docs/support.md
 
 clean:  ## remove .venv and caches
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache build *.egg-info

@@ -108,7 +108,7 @@ def selection(case: Case) -> str:
 
 
 def markdown(made: Certificate) -> str:
-    """The whole certificate: identity, levels, laws, what failed, costs."""
+    """The whole certificate: identity, levels, what failed, laws, figures."""
     parts = [
         f"# Certificate: {_text(made.backend)} ({_text(made.distribution)} {_text(made.version)})",
         f"**{_text(headline(made))}**",
@@ -140,14 +140,16 @@ def _under_declared(made: Certificate) -> list[str]:
 def _costs(made: Certificate) -> list[str]:
     rows = cost_rows(made)
     return (
-        ["## Costs", "Measured once, on a machine that may have been busy.", table(COST_COLUMNS, rows)] if rows else []
+        ["## Figures", "Measured once, on a machine that may have been busy.", table(COST_COLUMNS, rows)]
+        if rows
+        else []
     )
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """A Markdown table; a row of dashes without a header's words is still one."""
     lines = [columns, ["---"] * len(columns), *([_text(cell) for cell in row] for row in rows)]
-    return "\n".join(f"| {' | '.join(line)} |".replace("|  |", "| |") for line in lines)
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def _text(words: str) -> str:
