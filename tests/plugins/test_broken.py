@@ -16,8 +16,9 @@ from pagedkv.api.errors import BackendLoadError
 from pagedkv.cli import backends as cli
 from pagedkv.cli.main import pagedkv as command
 from pagedkv.plugins import selection
-from tests.helpers.broken_plugins import BROKEN, METHODS, PROBED, VERSIONS, distribution, site, statuses
+from tests.helpers.broken_plugins import BROKEN, METHODS, PATCH, PROBED, VERSIONS, distribution, site, statuses
 from tests.helpers.engine_rig import folder
+from tests.helpers.plugin_dists import install
 
 NEEDS = pagedkv.api.needs
 EVERYONE = BROKEN | VERSIONS | METHODS
@@ -93,6 +94,30 @@ def test_what_the_engine_asks_of_it_is_checked_as_well(name, said):
     with pytest.raises(BackendLoadError) as caught:
         LLM(folder(), backend=name, num_blocks=9)
     assert said in str(caught.value) and f"backend {name!r}" in str(caught.value)
+
+
+def test_a_function_that_is_replaced_while_the_engine_starts_is_put_back_and_told(tmp_path, monkeypatch):
+    patching = f"""
+from pagedkv_cpu.descriptor import CpuDescriptor
+
+
+class Fake(CpuDescriptor):
+    name = "late"
+
+    def create(self, device, options, world):
+        backend = super().create(device, options, world)
+
+        class Own(type(backend)):
+            def alloc_pool(self, spec):
+                {PATCH}
+                return super().alloc_pool(spec)
+
+        backend.__class__ = Own
+        return backend
+"""
+    monkeypatch.syspath_prepend(str(install(tmp_path, patching, name="late", distribution="late-dist")))
+    with pytest.raises(BackendLoadError, match=r"late-dist 1\.5.* starting the engine replaced pagedkv\.api\.needs"):
+        LLM(folder(), backend="late", backend_options={"threads": 1}, num_blocks=9)
 
 
 def test_ctrl_c_passes():
