@@ -21,6 +21,7 @@ from pagedkv.api.errors import (
     BackendVersionError,
     ConfigError,
 )
+from pagedkv.checking import CheckedBackend
 from pagedkv.plugins import discovery
 from pagedkv.plugins.probing import capabilities_from_json, capabilities_to_json
 from tests.helpers.plugin_dists import descriptor, install, wheel
@@ -410,11 +411,14 @@ def test_options_from_a_command_line_are_converted(offer):
             plugins.parse_options(fake, [wrong])
 
 
-def test_a_set_check_variable_that_cannot_act_says_so(offer, monkeypatch, caplog):
+def test_the_check_variable_wraps_the_backend_and_says_so(offer, monkeypatch, caplog):
     offer(descriptor())
-    monkeypatch.setenv("PAGEDKV_CHECK", "1")
-    plugins.create(plugins.select("fake"), {})
-    assert "the checker is not built yet" in caplog.text
+    for value, wrapped in (("1", True), ("0", False), ("", False)):
+        caplog.clear()
+        monkeypatch.setenv("PAGEDKV_CHECK", value)
+        made = plugins.create(plugins.select("fake"), {})
+        assert isinstance(made, CheckedBackend) is wrapped
+        assert ("every call of backend fake is checked" in caplog.text) is wrapped
 
 
 # -- the backend that comes along --------------------------------------------------------------------------------------

@@ -10,9 +10,10 @@ from typing import Any
 
 from pagedkv.api import AttentionBackend, Capabilities, Descriptor, Option, PoolCost, PoolSpec, World
 from pagedkv.api.errors import ConfigError, PagedKVError
+from pagedkv.checking import check
 from pagedkv.plugins.checks import capability_problems, cost_problems, is_value_of, missing_methods, short
 from pagedkv.plugins.discovery import Found
-from pagedkv.plugins.loading import blamed, refusal
+from pagedkv.plugins.loading import blamed, described, refusal
 from pagedkv.plugins.selection import Selected
 
 _REQUIRED_METHODS = tuple(sorted(AttentionBackend.__abstractmethods__))
@@ -25,16 +26,18 @@ def create(
     """Create the backend's instance on the selected device, options checked and completed with their defaults.
 
     Raises `ConfigError` (an option), what the plugin raises of our own errors, and `BackendLoadError` for anything else
-    that it raises and for an instance that lacks a required method.
+    that it raises and for an instance that lacks a required method. `PAGEDKV_CHECK` wraps it in the law checker.
     """
     found = selected.found
     checked = check_options(selected.descriptor, options or {})
     with blamed(found, "creating the backend", passes=(PagedKVError,)):
         instance = selected.descriptor.create(selected.device.index, checked, world or World())
     _check_instance(found, instance)
-    if os.environ.get("PAGEDKV_CHECK", "").strip() not in ("", "0"):
-        _log.warning("PAGEDKV_CHECK is set, but the checker is not built yet: nothing is checked")
-    return instance
+    if os.environ.get("PAGEDKV_CHECK", "").strip() in ("", "0"):
+        return instance
+    _log.warning("PAGEDKV_CHECK is set: every call of backend %s is checked, which makes it slower", selected.name)
+    offered = described(found, selected.descriptor, selected.device)
+    return check(instance, offered, name=selected.name)
 
 
 def _check_instance(found: Found, instance: Any) -> None:
