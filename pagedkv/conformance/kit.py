@@ -151,7 +151,7 @@ def _needed(groups: Iterable[GroupSpec]) -> set[str]:
 
 
 def assert_same_bits(got: Any, wanted: Any, mistake: str = "") -> None:
-    """Two arrays are equal bit for bit; NaN equals NaN."""
+    """Two arrays hold the same numbers to the last bit; NaN equals NaN, and zeros of either sign are equal."""
     got, wanted = np.asarray(got, np.float64), np.asarray(wanted, np.float64)
     assert got.shape == wanted.shape, f"shape {got.shape}, expected {wanted.shape}"
     same = np.array_equal(got, wanted, equal_nan=True)
