@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -11,6 +10,7 @@ import pytest
 import torch
 
 from pagedkv.api import Capabilities, LayerSpec, OpSpec, PoolSpec, UnsupportedError
+from pagedkv.conformance.gated import FEATURES, SAMPLES, gated_fields
 from pagedkv.conformance.kit import Kit
 from pagedkv.conformance.lattice import BLOCK_SIZES, HEAD_DIMS, sizes
 from pagedkv.conformance.refusals import refuses
@@ -19,28 +19,7 @@ from pagedkv.core.negotiation import Requirements, accepts, negotiate
 
 pytestmark = pytest.mark.level("core")
 
-SAMPLES: dict[str, Any] = {
-    "causal": False,
-    "window": 3,
-    "softcap": 2.0,
-    "sinks": True,
-    "alibi": True,
-    "kv_of": 0,
-}
-"""Gated field of LayerSpec -> a value off its default."""
-
-FEATURES = (
-    *("window", "softcap", "sinks", "alibi", "non_causal", "kv_sharing", "multi_token_decode", "mixed_batch"),
-    *("prefix_hit", "nan_safe", "deterministic", "batch_invariant", "lse", "mla", "state"),
-)
-"""The feature names of contract 1.0."""
-
 EXTENSIONS = ("graph", "canonical_kv", "mla", "state", "kv_regions", "sleep", "model", "no_such_extension")
-
-
-def gated_fields() -> dict[str, str]:
-    """Gated field of LayerSpec -> its feature."""
-    return {f.name: f.metadata["feature"] for f in dataclasses.fields(LayerSpec) if "feature" in f.metadata}
 
 
 def undeclared(feature: str) -> pytest.MarkDecorator:
