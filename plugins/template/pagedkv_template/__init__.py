@@ -10,7 +10,7 @@ from pagedkv.api import AttentionBackend, BackendUnavailable, Capabilities, Desc
 # What is not declared is refused, never tried: this backend has no "alibi", and says so by leaving it out.
 LAYERS = {"window", "softcap", "sinks", "non_causal", "kv_sharing"}
 BATCHES = {"mixed_batch", "prefix_hit", "multi_token_decode"}
-PROMISES = {"nan_safe", "deterministic", "batch_invariant"}
+PROMISES = {"nan_safe", "deterministic"}  # no "batch_invariant": that takes matrix products of its own, see `op`
 
 
 class TemplateDescriptor(Descriptor):
