@@ -41,7 +41,7 @@ ROOMS: dict[str, set[str]] = {
     "async_llm": ENGINE | {"logs", "progress"},
     "server": ENGINE | {"llm", "async_llm", "logs"},
     "entrypoints": ENGINE | {"llm", "server"},
-    "conformance": ENGINE | {"llm"},
+    "conformance": ENGINE | {"llm", "checking"},
     "cli": ENGINE | {"llm", "logs", "progress", "server", "conformance"},
     "pagedkv": ENGINE | {"llm", "async_llm"},
 }
