@@ -126,6 +126,8 @@ class AttendLaws:
             if q is None:
                 raise self._guard.core("attend forms", "extra has lse, q is absent")
             self._form("lse", extra["lse"], "float32", [self.layer.q_heads], self._rows)
+            if not extra["lse"].is_contiguous():
+                raise self._guard.core("attend tensors", "lse must be contiguous")
 
 
 def check_pairs(guard: Guard, pairs: Any, src: CheckedPool, dst: CheckedPool) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -36,7 +37,7 @@ from pagedkv.checking.arguments import AttendLaws, check_bound, check_declared, 
 from pagedkv.checking.batch import BatchLaws, Ints, Reach, owners, private, spoil
 from pagedkv.checking.capabilities import exceeds, undeclared
 from pagedkv.checking.extensions import CheckedCanonicalKV, CheckedGraphs
-from pagedkv.checking.guard import Guard
+from pagedkv.checking.guard import Around, Guard
 from pagedkv.checking.objects import (
     CheckedCommunicator,
     CheckedEvent,
@@ -52,20 +53,25 @@ _log = logging.getLogger("pagedkv.checking")
 _NONE: Ints = np.zeros(0, np.int64)
 
 
-def check(backend: AttentionBackend, offered: Capabilities | None = None, *, name: str = "") -> CheckedBackend:
+def check(
+    backend: AttentionBackend, offered: Capabilities | None = None, *, name: str = "", around: Around = nullcontext
+) -> CheckedBackend:
     """Wrap a backend so that each call that breaks a law raises `ContractViolation` naming it, see `LAWS`.
 
     `offered` is what the descriptor said of the device; None leaves that comparison out. `name` stands in messages.
+    Each call runs in what `around` makes of its name.
     """
-    return CheckedBackend(backend, offered, name or type(backend).__name__)
+    return CheckedBackend(backend, offered, name or type(backend).__name__, around)
 
 
 class CheckedBackend(AttentionBackend):
     """Does what the backend inside does, and refuses what breaks a law."""
 
-    def __init__(self, inner: AttentionBackend, offered: Capabilities | None, name: str) -> None:
+    def __init__(
+        self, inner: AttentionBackend, offered: Capabilities | None, name: str, around: Around = nullcontext
+    ) -> None:
         self._inner = inner
-        self._guard = Guard(inner, name)
+        self._guard = Guard(inner, name, around)
         self._order = Order(self._guard)
         self._can = self._first_capabilities(offered)
         self._extensions: dict[str, Any] = {}

@@ -196,7 +196,7 @@ class CheckedCanonicalKV:
     def export(self, pool: Pool, group: int, ids_: Int32, lengths: Int32) -> tuple[Event, Any]:
         """Blocks as bytes: their number and fingerprint are compared once they are there."""
         with self._guard.turn("export()"):
-            mine, spec = self._blocks("export()", pool, group, ids_, lengths)
+            mine, spec = self._blocks("export()", pool, group, ids_, lengths, 0)
             none = np.zeros(0, np.int64)
             read = Transfer(source=mine.blocks, reads=ids(ids_), target=None, writes=none, name="export()")
             self._order.check(read, None)
@@ -211,7 +211,7 @@ class CheckedCanonicalKV:
     def import_(self, pool: Pool, group: int, ids_: Int32, lengths: Int32, data: Any) -> Event:
         """Bytes into blocks."""
         with self._guard.turn("import_()"):
-            mine, _ = self._blocks("import_()", pool, group, ids_, lengths)
+            mine, _ = self._blocks("import_()", pool, group, ids_, lengths, 1)
             none = np.zeros(0, np.int64)
             write = Transfer(source=None, reads=none, target=mine.blocks, writes=ids(ids_), name="import_()")
             self._order.check(write, None)
@@ -229,17 +229,18 @@ class CheckedCanonicalKV:
         return answer
 
     def _blocks(
-        self, call: str, pool: Pool, group: int, blocks: Int32, lengths: Int32
+        self, call: str, pool: Pool, group: int, blocks: Int32, lengths: Int32, first: int
     ) -> tuple[CheckedPool, GroupSpec]:
+        """The pool and group, when the blocks are `first`..num_blocks - 1; as targets (first 1) distinct, too."""
         mine = self._owner.own_pool(pool, call)
         self._owner.check_group(mine, group)
         spec = mine.spec.groups[group]
         for name, array in (("ids", blocks), ("lengths", lengths)):
             if not isinstance(array, np.ndarray) or array.dtype != "int32" or array.ndim != 1:
                 raise self._guard.core("canonical ids", f"{name} of {call} are no int32 array of one dimension")
-        fine = len(blocks) == len(lengths) == len(np.unique(blocks))
-        fine = fine and bool(((blocks > 0) & (blocks < mine.num_blocks)).all())
-        if not fine or not ((lengths >= 1) & (lengths <= spec.block_size)).all():
+        fine = len(blocks) == len(lengths) and bool(((blocks >= first) & (blocks < mine.num_blocks)).all())
+        fine = fine and bool(((lengths >= 0) & (lengths <= spec.block_size)).all())
+        if not fine or (first and len(np.unique(blocks)) < len(blocks)):
             what = f"ids {blocks[:16].tolist()} and lengths {lengths[:16].tolist()} of {call}"
             raise self._guard.core("canonical ids", f"{what}, block size {spec.block_size}, {mine.num_blocks} blocks")
         return mine, spec

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TypeVar
 
 from pagedkv.api import AttentionBackend, ContractViolation, DeviceError, OutOfDeviceMemory, UnsupportedError
 from pagedkv.checking.laws import CORE, broken
 
 _T = TypeVar("_T")
+Around = Callable[[str], AbstractContextManager[object]]
+"""What the name of a call is given to, and what the call runs in."""
 
 
 class Guard:
     """State that all objects of one checked instance share."""
 
-    def __init__(self, backend: AttentionBackend, name: str) -> None:
+    def __init__(self, backend: AttentionBackend, name: str, around: Around = nullcontext) -> None:
+        self._around = around
         self.backend_name = f"backend {name!r}"
         self.closed = False
         self.capturing = 0
@@ -46,7 +49,8 @@ class Guard:
         try:
             if self.closed and not closing:
                 raise self.core("use after close", f"{call} was called after close() of the backend")
-            yield
+            with self._around(call):
+                yield
         finally:
             self._owner = None
             self._lock.release()

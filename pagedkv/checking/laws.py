@@ -46,7 +46,7 @@ LAWS: Mapping[str, str] = types.MappingProxyType(
         "static plan": "a static plan is refreshed before its use, with batches padded to its shape",
         "capture": "a captured function uses the static plans it was captured with, plans nothing, waits for nothing",
         "graphs": "batches fit the declared graph level, and no more than max_graphs graphs are open",
-        "canonical ids": "ids are distinct blocks other than 0, lengths 1..block size, int32 of equal number",
+        "canonical ids": "ids are blocks, as targets distinct and not 0, lengths 0..block size; int32, equally many",
         # -- what the backend owes the core --
         "results": "every call returns the documented type, with values in their range",
         "capabilities": "capabilities are the same at every call and at most what describe() said",

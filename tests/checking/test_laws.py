@@ -26,7 +26,7 @@ from pagedkv.api import (
 )
 from pagedkv.api.extensions import canonical_fingerprint
 from pagedkv.checking import LAWS, check
-from tests.backends.cpu.rig import layer_spec
+from tests.backends.cpu.rig import layer_spec, shared_backend
 from tests.checking.rig import BLOCK, CAPABILITIES, SHAPE, SPEC, Alone, Around, Core, Recorded, batch, static_batch
 
 Wrong = Callable[[Core], Any]
@@ -163,6 +163,11 @@ def exported(**changes: Any) -> Wrong:
     return lambda core: core.checked.extension("canonical_kv").export(core.pool, 0, *arguments.values())
 
 
+def imported(*ids: int) -> Wrong:
+    data = np.zeros(0, np.uint8)
+    return lambda core: core.checked.extension("canonical_kv").import_(core.pool, 0, i32(*ids), i32(1, 1), data)
+
+
 def bound(layer: int = 2, **params: Any) -> Wrong:
     return lambda core: core.checked.bind(core.pool, layer, params)
 
@@ -295,8 +300,11 @@ CALLERS: dict[str, list[Wrong]] = {
         lambda core: [core.capture(core.refreshed()) for _ in range(2)],
     ],
     "canonical ids": [
-        exported(ids=i32(0, 2)),
-        exported(ids=i32(2, 2)),
+        exported(ids=i32(-1, 2)),
+        exported(ids=i32(1, 32)),
+        exported(lengths=i32(-1, 4)),
+        imported(0, 2),
+        imported(2, 2),
         exported(lengths=i32(17, 4)),
         exported(ids=np.array([1, 2])),
         exported(lengths=i32(1)),
@@ -635,6 +643,25 @@ def test_slices_of_one_tensor_are_legal_inputs():
     assert not core.attend(q=q, k=k, v=v).isnan().any()
 
 
+def test_the_log_sum_exp_is_taken_where_it_is_declared():
+    backend = shared_backend()
+    if "lse" not in backend.capabilities().features:
+        pytest.skip("the CPU backend does not declare lse")
+    core = Core()
+    core.checked = check(backend, name="cpu")
+    core.pool = core.checked.alloc_pool(SPEC)
+    lse = torch.zeros(8, 4)
+    core.attend(
+        core.plan(cu_q=i32(0, 0, 5), num_tokens=5, num_decode=0, slots=None), k=None, v=None, extra={"lse": lse}
+    )
+    assert lse[:5].all() and not lse[5:].any()
+    with pytest.raises(ContractViolation, match="attend forms"):
+        core.attend(q=None, out=None, extra={"lse": lse})
+    for wrong in (torch.zeros(8, 4, dtype=torch.float64), torch.zeros(2, 4), torch.zeros(4, 8).T):
+        with pytest.raises(ContractViolation, match="attend tensors"):
+            core.attend(extra={"lse": wrong})
+
+
 def test_a_nan_of_the_caller_is_no_fault_of_the_backend():
     core = Core()
     q, k, v, _ = core.tensors(8)
@@ -726,6 +753,7 @@ def test_canonical_bytes_and_collectives_come_through():
     event, data = kv.export(core.pool, 0, i32(1, 2), i32(16, 4))
     event.join()
     assert data[:32].tobytes() == canonical_fingerprint(SPEC.groups[0])
+    kv.export(core.pool, 0, i32(0, 1, 1), i32(0, 16, 2))[0].join()  # block 0, a block twice, no token: all legal
     core.checked.wait(kv.import_(core.pool, 0, i32(4, 5), i32(16, 4), data))
     ranks = core.checked.communicator([0, 1])
     ranks.barrier()
