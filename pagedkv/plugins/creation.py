@@ -10,10 +10,9 @@ from typing import Any
 
 from pagedkv.api import AttentionBackend, Capabilities, Descriptor, Option, PoolCost, PoolSpec, World
 from pagedkv.api.errors import ConfigError, PagedKVError
-from pagedkv.checking import check
 from pagedkv.plugins.checks import capability_problems, cost_problems, is_value_of, missing_methods, short
 from pagedkv.plugins.discovery import Found
-from pagedkv.plugins.loading import blamed, described, refusal
+from pagedkv.plugins.loading import Watch, blamed, described, refusal
 from pagedkv.plugins.selection import Selected
 
 _REQUIRED_METHODS = tuple(sorted(AttentionBackend.__abstractmethods__))
@@ -36,8 +35,10 @@ def create(
     if os.environ.get("PAGEDKV_CHECK", "").strip() in ("", "0"):
         return instance
     _log.warning("PAGEDKV_CHECK is set: every call of backend %s is checked, which makes it slower", selected.name)
+    from pagedkv.checking import check  # here, because every probe's child process imports this module
+
     offered = described(found, selected.descriptor, selected.device)
-    return check(instance, offered, name=selected.name)
+    return check(instance, offered, name=selected.name, around=Watch(found).over)
 
 
 def _check_instance(found: Found, instance: Any) -> None:

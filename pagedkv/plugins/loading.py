@@ -158,17 +158,32 @@ def blamed(found: Found, doing: str, passes: tuple[type[BaseException], ...] = (
 
 @contextlib.contextmanager
 def untouched(found: Found, doing: str) -> Iterator[None]:
-    """Refuse a plugin that replaced one of our public functions meanwhile, and put the function back.
-
-    Takes about 2 ms: for what happens once, and for calls that are being checked.
-    """
-    before = _public_functions()
-    try:
+    """Refuse a plugin that replaced one of our public functions meanwhile, and put the function back. Takes 2 ms."""
+    with Watch(found).over(doing):
         yield
-    finally:
-        replaced = _restore(before)
-    if replaced:
-        raise refusal(found, f"{doing} replaced {', '.join(replaced)}, which belongs to pagedkv (it has been put back)")
+
+
+class Watch:
+    """Our public functions as they are, for calls that are watched one by one; a watched call takes 0.6 ms longer."""
+
+    def __init__(self, found: Found) -> None:
+        self._found = found
+        self._before = _public_functions()
+
+    @contextlib.contextmanager
+    def over(self, doing: str) -> Iterator[None]:
+        """`untouched` for one call. What somebody else replaced before it is not the plugin's doing."""
+        if _replaced(self._before):
+            self._before = _public_functions()
+        try:
+            yield
+        finally:
+            replaced = _replaced(self._before)
+            for owner, name, value in replaced.values():
+                setattr(owner, name, value)
+        if replaced:
+            names = ", ".join(replaced)
+            raise refusal(self._found, f"{doing} replaced {names}, which belongs to pagedkv (it has been put back)")
 
 
 def refusal(found: Found, what: str, cause: BaseException | None = None) -> BackendLoadError:
@@ -203,11 +218,10 @@ def _methods(module_name: str, cls: type) -> dict[tuple[str, str, str], tuple[An
     return {(module_name, cls.__name__, n): (cls, v) for n, v in vars(cls).items() if isinstance(v, kinds)}
 
 
-def _restore(before: Mapping[tuple[str, str, str], tuple[Any, Any]]) -> list[str]:
-    """Put back what differs from `before`; the dotted names of what did."""
-    replaced = []
-    for key, (owner, value) in before.items():
-        if vars(owner).get(key[2]) is not value:
-            setattr(owner, key[2], value)
-            replaced.append(".".join(filter(None, key)))
-    return replaced
+def _replaced(before: Mapping[tuple[str, str, str], tuple[Any, Any]]) -> dict[str, tuple[Any, str, Any]]:
+    """Dotted name -> (owner, name, value before) of what differs from `before`."""
+    return {
+        ".".join(filter(None, key)): (owner, key[2], value)
+        for key, (owner, value) in before.items()
+        if vars(owner).get(key[2]) is not value
+    }

@@ -12,12 +12,13 @@ from click.testing import CliRunner
 
 import pagedkv.api
 from pagedkv import LLM, plugins
-from pagedkv.api.errors import BackendLoadError
+from pagedkv.api.errors import BackendLoadError, EngineDead
 from pagedkv.cli import backends as cli
 from pagedkv.cli.main import pagedkv as command
 from pagedkv.plugins import selection
+from pagedkv.plugins.loading import Watch
 from tests.helpers.broken_plugins import BROKEN, METHODS, PATCH, PROBED, VERSIONS, distribution, site, statuses
-from tests.helpers.engine_rig import folder
+from tests.helpers.engine_rig import SETTINGS, folder, greedy
 from tests.helpers.plugin_dists import install
 
 NEEDS = pagedkv.api.needs
@@ -96,8 +97,9 @@ def test_what_the_engine_asks_of_it_is_checked_as_well(name, said):
     assert said in str(caught.value) and f"backend {name!r}" in str(caught.value)
 
 
-def test_a_function_that_is_replaced_while_the_engine_starts_is_put_back_and_told(tmp_path, monkeypatch):
-    patching = f"""
+def late(method: str) -> str:
+    """A backend that computes, and replaces a function of ours in one of its methods."""
+    return f"""
 from pagedkv_cpu.descriptor import CpuDescriptor
 
 
@@ -108,16 +110,43 @@ class Fake(CpuDescriptor):
         backend = super().create(device, options, world)
 
         class Own(type(backend)):
-            def alloc_pool(self, spec):
+            def {method}(self, *args, **names):
                 {PATCH}
-                return super().alloc_pool(spec)
+                return super().{method}(*args, **names)
 
         backend.__class__ = Own
         return backend
 """
-    monkeypatch.syspath_prepend(str(install(tmp_path, patching, name="late", distribution="late-dist")))
+
+
+@pytest.fixture
+def start(tmp_path, monkeypatch):
+    def start(method: str) -> LLM:
+        install(tmp_path, late(method), name="late", distribution="late-dist")
+        monkeypatch.syspath_prepend(str(tmp_path))
+        return LLM(folder(), **SETTINGS | {"backend": "late"})
+
+    return start
+
+
+def test_a_function_that_is_replaced_while_the_engine_starts_is_put_back_and_told(start):
     with pytest.raises(BackendLoadError, match=r"late-dist 1\.5.* starting the engine replaced pagedkv\.api\.needs"):
-        LLM(folder(), backend="late", backend_options={"threads": 1}, num_blocks=9)
+        start("alloc_pool")
+
+
+def test_one_that_is_replaced_in_a_step_is_told_when_calls_are_checked(start, monkeypatch):
+    monkeypatch.setenv("PAGEDKV_CHECK", "1")
+    with start("attend") as llm, pytest.raises(EngineDead, match=r"attend\(\) replaced pagedkv\.api\.needs"):
+        llm.generate([[1, 2, 3]], greedy(2), use_tqdm=False)
+
+
+def test_what_somebody_else_replaced_is_not_the_plugins_doing(monkeypatch):
+    watch = Watch(plugins.find("cpu"))
+    monkeypatch.setattr(pagedkv.api, "needs", None)
+    with watch.over("a call"):
+        pass
+    assert pagedkv.api.needs is None
+    monkeypatch.undo()
 
 
 def test_ctrl_c_passes():
