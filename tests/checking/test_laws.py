@@ -205,7 +205,7 @@ CALLERS: dict[str, list[Wrong]] = {
     ],
     "slot places": [
         planned(slots=np.array([36, 48, 49, 50, 51, 52])),  # one place behind row A's context
-        planned(slots=np.array([35, 48, 49, 50, 51, 9 * BLOCK])),
+        planned(slots=np.array([35, 48, 49, 50, 51, 9 * BLOCK])),  # nobody's block
     ],
     "bounds": [planned(max_q=4), planned(max_ctx=19)],
     "num_decode": [
@@ -604,6 +604,7 @@ def test_append_only_and_attend_only_are_legal():
         {"cu_q": i32(0, 1, 6, 6), "ctx_len": i32(20, 5, 0), "rows": i32(1, 2, 0)},
         {"rows": i32(1, 1), "ctx_len": i32(20, 19), "slots": None},  # two rows of one sequence
         {"group": 1, "block_table": i32([0, 0, 0], [1, 2, 0], [3, 0, 0])},
+        {"slots": np.array([9 * BLOCK, *batch().slots])},  # more than query tokens: a sequence of no row here
         {"block_table": np.zeros((3, 7), np.int32)[:, :3], "slots": np.full(6, -1)},
     ],
 )
@@ -650,11 +651,11 @@ def test_the_log_sum_exp_is_taken_where_it_is_declared():
     core = Core()
     core.checked = check(backend, name="cpu")
     core.pool = core.checked.alloc_pool(SPEC)
-    lse = torch.zeros(8, 4)
+    lse = torch.full((8, 4), -7.0)  # no log-sum-exp of keys, whatever the unwritten slots hold, zeros included
     core.attend(
         core.plan(cu_q=i32(0, 0, 5), num_tokens=5, num_decode=0, slots=None), k=None, v=None, extra={"lse": lse}
     )
-    assert lse[:5].all() and not lse[5:].any()
+    assert (lse[:5] != -7).all() and (lse[5:] == -7).all()
     with pytest.raises(ContractViolation, match="attend forms"):
         core.attend(q=None, out=None, extra={"lse": lse})
     for wrong in (torch.zeros(8, 4, dtype=torch.float64), torch.zeros(2, 4), torch.zeros(4, 8).T):
