@@ -205,7 +205,8 @@ class BatchLaws:
 
     def _places(self, reach: Reach) -> None:
         slots = self._batch.slots
-        if slots is None or not len(reach.context):  # appended without a sequence: nothing to compare with
+        # Only with a slot for each query token can it be told: others may be of a sequence without a query.
+        if slots is None or len(slots) != reach.num_tokens:
             return
         start = np.arange(reach.blocks.shape[1]) * self._size
         filled = np.clip(reach.context[:, None] - start, 0, self._size)  # tokens of each row in each of its blocks

@@ -21,7 +21,7 @@ LAWS: Mapping[str, str] = types.MappingProxyType(
         "block table": "block ids are 0..num_blocks - 1",
         "visible blocks": "every key that some layer sees lies in a block other than 0, unless nothing has a block",
         "slots": "a slot is -1 or in a block 1..num_blocks - 1, and no two are the same",
-        "slot places": "in a batch with sequences a slot is the place of a token within some row's context",
+        "slot places": "with a slot for each query token, a slot is the place of a token in some row's context",
         "bounds": "max_q and max_ctx are not less than what the batch holds",
         "num_decode": "the first num_decode rows have 1..decode_q query tokens each",
         "limits": "a plan holds at most the pool's rows, tokens and context",
