@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pagedkv.api.errors import ModelError
-from pagedkv.models.gguf_quants import TensorType, tensor_type
+from pagedkv.ops.gguf_quants import TensorType, tensor_type
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)

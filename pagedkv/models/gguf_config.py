@@ -16,8 +16,8 @@ from pagedkv.api.errors import ModelError
 from pagedkv.models.config import ExpertsConfig, ModelConfig
 from pagedkv.models.gguf import ArrayRef, GgufFile
 from pagedkv.models.gguf_keys import Keys
-from pagedkv.models.gguf_quants import READABLE_NAMES
 from pagedkv.models.gguf_rope import gguf_rope, local_rope
+from pagedkv.ops.gguf_quants import READABLE_NAMES
 
 _log = logging.getLogger("pagedkv.models")
 

@@ -11,7 +11,7 @@ from pagedkv.api.errors import ModelError
 from pagedkv.models.config import RopeConfig
 from pagedkv.models.gguf import GgufFile
 from pagedkv.models.gguf_keys import Keys
-from pagedkv.models.gguf_quants import dequantize_into
+from pagedkv.ops.gguf_quants import dequantize_into
 
 INTERLEAVED_ROPE = ("llama", "granite", "smollm3")
 """Architectures whose q and k rows llama.cpp stores in pairs (2i, 2i + 1) instead of halves (i, i + dim / 2)."""

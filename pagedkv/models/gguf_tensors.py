@@ -14,9 +14,9 @@ import numpy as np
 from pagedkv.api.errors import ModelError
 from pagedkv.models.config import ModelConfig
 from pagedkv.models.gguf import GgufFile, TensorInfo
-from pagedkv.models.gguf_quants import CHUNK_WEIGHTS, Bytes, dequantize_into
 from pagedkv.models.gguf_rope import INTERLEAVED_ROPE, ROPE_TENSORS
 from pagedkv.models.tensor_shapes import Shape
+from pagedkv.ops.gguf_quants import CHUNK_WEIGHTS, Bytes, dequantize_into
 
 if TYPE_CHECKING:
     import torch

@@ -16,9 +16,9 @@ import torch
 from pagedkv.api.errors import ModelError
 from pagedkv.models.checkpoint import GgufCheckpoint, open_checkpoint
 from pagedkv.models.gguf import GgufFile, TensorInfo
-from pagedkv.models.gguf_quants import tensor_type
 from pagedkv.models.gguf_tensors import hf_names
 from pagedkv.models.hf_config import parse_hf_config
+from pagedkv.ops.gguf_quants import tensor_type
 from tests.helpers.gguf_files import (
     ARCHITECTURE_KEYS,
     byte_vocabulary,

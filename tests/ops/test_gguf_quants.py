@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from pagedkv.api.errors import ModelError
-from pagedkv.models.gguf_quants import READABLE_NAMES, TensorType, dequantize_into, tensor_type
+from pagedkv.ops.gguf_quants import READABLE_NAMES, TensorType, dequantize_into, tensor_type
 from tests.helpers.gguf_files import random_k_blocks
 
 Kind = gguf.GGMLQuantizationType
