@@ -25,8 +25,10 @@ SMALL = Limits(rows=2, tokens=8, context=16)
 
 
 def _written(rig: Rig, length: int) -> Seq:
+    """A sequence whose tokens have reached the cache: a wrong write later would not be written over."""
     seq = rig.sequence(length)
     rig.write(seq, 0, length)
+    rig.backend.synchronize()
     return seq
 
 

@@ -59,10 +59,7 @@ class Recorded:
         for index in self.layers:
             for target, values in zip(self.tensors[index][:3], self.rig.qkv(rows, self.rig.layer(index)), strict=True):
                 target[:count].copy_(values)
-        made = self.batch(rows, **batch)
-        self.extension.refresh(self.plan, made)
-        for array in (made.cu_q, made.ctx_len, made.block_table, made.rows, made.slots):
-            array[...] = 1  # the host arrays may be overwritten once refresh returns
+        self.extension.refresh(self.plan, self.batch(rows, **batch))
 
     def batch(self, rows: Sequence[Row], **batch: Any) -> Any:
         count = sum(n for _, _, n in rows)
@@ -140,6 +137,19 @@ def test_refresh_between_replays(kit: Kit) -> None:
     made.refresh(*batches[2])
     made.replay()
     _same(kit, made, *batches[2], mistake="of two refreshes the last one counts")
+
+
+@pytest.mark.law("graph: the host arrays may be overwritten once refresh returns")
+def test_host_arrays_after_refresh(kit: Kit) -> None:
+    rig = kit.rig()
+    rows = _rows(rig, 3)
+    made = _recorded(rig, rows)
+    batch = made.batch(rows)
+    made.extension.refresh(made.plan, batch)
+    for array in (batch.cu_q, batch.ctx_len, batch.block_table, batch.rows, batch.slots):
+        array[...] = 1
+    made.replay()
+    _same(kit, made, *rows, mistake="the replay reads the batch's own arrays: refresh must copy them")
 
 
 @pytest.mark.law("graph: a refresh is ordered after the replay enqueued before it")
