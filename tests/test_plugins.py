@@ -157,7 +157,7 @@ def test_a_refused_version_stands_in_the_listing(offer):
     [
         ({"api": None}, "api is None"),
         ({"api": "'1.0'"}, "api is '1.0'"),
-        ({"name": "other"}, "name is 'other', must be the entry point's 'fake'"),
+        ({"name": "name = 'other'"}, "name is 'other', must be the entry point's 'fake'"),
         ({"without": ("name",)}, "name is None"),
         ({"without": ("create",)}, "method create is missing"),
         ({"probe": "probe = 3"}, "method probe is missing"),
