@@ -146,9 +146,9 @@ def _show(made: Certificate, chosen: Choice) -> None:
     print_table(report.LEVEL_COLUMNS, report.level_rows(made))
     click.echo()
     print_table(report.LAW_COLUMNS, report.law_rows(made))
-    if costs := report.cost_rows(made):
+    if figures := report.figure_rows(made):
         click.echo()
-        print_table(report.COST_COLUMNS, costs)
+        print_table(report.FIGURE_COLUMNS, figures)
     for outcome in ("skipped", "failed"):
         for case in report.bad_cases(made, outcome):
             _show_case(case, chosen)

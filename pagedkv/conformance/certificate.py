@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -51,6 +52,16 @@ class Case:
     tolerance: float | None = None
     message: str = ""
     figures: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def section(self) -> str:
+        """The section it belongs to."""
+        return section_of(self.id)
+
+    @property
+    def name(self) -> str:
+        """Its name in the section, parameters included."""
+        return self.id.partition("::")[2]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,10 +124,16 @@ class Certificate:
         """Features that work although they are not declared, sorted."""
         return tuple(sorted({name for case in self.cases for name in case.figures.get(UNDER_DECLARED, ())}))
 
-    def figures(self) -> dict[str, Any]:
-        """What the cases measured, by name."""
-        named = {name: value for case in self.cases for name, value in case.figures.items()}
-        return {name: value for name, value in named.items() if name != UNDER_DECLARED}
+    def figures(self) -> list[tuple[str, str, Any]]:
+        """(section, name, value) of what was measured; a name that several cases of a section use has its case's."""
+        found = [
+            (case, name, value) for case in self.cases for name, value in case.figures.items() if name != UNDER_DECLARED
+        ]
+        uses = Counter((case.section, name) for case, name, _ in found)
+        return [
+            (case.section, name if uses[case.section, name] == 1 else f"{name} of {case.name}", value)
+            for case, name, value in found
+        ]
 
     # -- JSON ----------------------------------------------------------------------------------------------------------
 
@@ -210,6 +227,11 @@ def _check(made: Certificate, values: Mapping[str, Any]) -> None:
 
 def _wrong(what: str) -> ConfigError:
     return ConfigError(f"this is no certificate of the kit: {what}; make it with `pagedkv certify NAME --json FILE`")
+
+
+def section_of(id: str) -> str:
+    """The section of a case's id: the name of its file without folders and "test_"."""
+    return id.partition("::")[0].rpartition("/")[2].removeprefix("test_").removesuffix(".py")
 
 
 # -- several -----------------------------------------------------------------------------------------------------------

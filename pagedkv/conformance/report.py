@@ -10,7 +10,7 @@ from pagedkv.conformance.certificate import LEVELS, Case, Certificate, worst
 
 LEVEL_COLUMNS = ("level", "verdict", "cases", "what it says")
 LAW_COLUMNS = ("level", "law", "cases", "worst error", "verdict")
-COST_COLUMNS = ("figure", "value")
+FIGURE_COLUMNS = ("section", "figure", "value")
 
 _SELECTABLE = re.compile(r"[\w:+\-.\[\]\\/]+")
 """What pytest's -k reads as one word; a case's parameters may hold more."""
@@ -77,9 +77,9 @@ def _law_verdict(cases: Sequence[Case]) -> str:
     return ", ".join(bad) or "passed"
 
 
-def cost_rows(made: Certificate) -> list[tuple[str, str]]:
-    """One row a figure."""
-    return [(name, figure(value)) for name, value in made.figures().items()]
+def figure_rows(made: Certificate) -> list[tuple[str, str, str]]:
+    """One row a figure: what planning, copying, attention, loading cost here, and what else a section measured."""
+    return [(section, name, figure(value)) for section, name, value in made.figures()]
 
 
 def figure(value: Any) -> str:
@@ -100,8 +100,7 @@ def bad_cases(made: Certificate, outcome: str) -> list[Case]:
 
 def selection(case: Case) -> str:
     """The expression for `-k` that runs this case: alone, unless its parameters hold what -k cannot read."""
-    name = case.id.rpartition("::")[2] if "[" not in case.id else case.id[case.id.index("::") + 2 :]
-    return name if _SELECTABLE.fullmatch(name) else name.partition("[")[0]
+    return case.name if _SELECTABLE.fullmatch(case.name) else case.name.partition("[")[0]
 
 
 # -- Markdown ----------------------------------------------------------------------------------------------------------
@@ -119,7 +118,7 @@ def markdown(made: Certificate) -> str:
         *_under_declared(made),
         "## Laws",
         table(LAW_COLUMNS, law_rows(made)),
-        *_costs(made),
+        *_figures(made),
     ]
     return "\n\n".join(parts) + "\n"
 
@@ -137,10 +136,10 @@ def _under_declared(made: Certificate) -> list[str]:
     return [f"Works although it is not declared: {_text(', '.join(found))}."] if found else []
 
 
-def _costs(made: Certificate) -> list[str]:
-    rows = cost_rows(made)
+def _figures(made: Certificate) -> list[str]:
+    rows = figure_rows(made)
     return (
-        ["## Figures", "Measured once, on a machine that may have been busy.", table(COST_COLUMNS, rows)]
+        ["## Figures", "Measured once, on a machine that may have been busy.", table(FIGURE_COLUMNS, rows)]
         if rows
         else []
     )

@@ -16,7 +16,7 @@ import pytest
 
 from pagedkv.api.errors import ConfigError, InternalError
 from pagedkv.conformance import plugin
-from pagedkv.conformance.certificate import Case, Certificate
+from pagedkv.conformance.certificate import Case, Certificate, section_of
 from pagedkv.conformance.plugin import PACKAGE, Gatherer, argument, section_file
 from pagedkv.conformance.subject import Subject
 
@@ -118,11 +118,11 @@ class _Reporter:
         self._watcher.begin(len(self._laws))
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
-        self._watcher.start(section_name(nodeid), self._laws[nodeid])
+        self._watcher.start(section_of(nodeid), self._laws[nodeid])
 
     def pytest_runtest_logfinish(self, nodeid: str) -> None:
         if self._gatherer is not None and (case := self._gatherer.cases.get(nodeid)) is not None:
-            self._watcher.end(section_name(nodeid), case)
+            self._watcher.end(section_of(nodeid), case)
 
     def pytest_warning_recorded(self, warning_message: Any, when: str) -> None:
         if when != "config":  # those are about pytest's own state in this process
@@ -130,11 +130,6 @@ class _Reporter:
 
     def pytest_keyboard_interrupt(self, excinfo: Any) -> None:
         self.interrupted = excinfo.type is KeyboardInterrupt  # else pytest's word for errors while collecting
-
-
-def section_name(nodeid: str) -> str:
-    """The section that a case belongs to: its file without "test_"."""
-    return section_file(nodeid).removeprefix("test_").removesuffix(".py")
 
 
 # -- apart from everything around --------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from pagedkv.api import Capabilities, LayerSpec, OpSpec, PoolSpec, UnsupportedError
+from pagedkv.conformance.certificate import UNDER_DECLARED
 from pagedkv.conformance.gated import FEATURES, SAMPLES, gated_fields
 from pagedkv.conformance.kit import Kit
 from pagedkv.conformance.lattice import BLOCK_SIZES, HEAD_DIMS, sizes
@@ -48,7 +49,7 @@ def test_undeclared_layer_field(kit: Kit, field: str) -> None:
     pool.close()
     pytest.fail(
         f"alloc_pool accepts {field}={SAMPLES[field]!r} without the feature {gated_fields()[field]!r}: "
-        f"{_verdict(lambda: _layer_right(kit, spec))}",
+        f"{_verdict(kit, gated_fields()[field], lambda: _layer_right(kit, spec))}",
         pytrace=False,
     )
 
@@ -58,10 +59,13 @@ def _layers_with(kit: Kit, field: str) -> tuple[LayerSpec, ...]:
     return (plain, special) if field == "kv_of" else (special,)
 
 
-def _verdict(right: Callable[[], bool]) -> str:
-    """Why acceptance is wrong: it works and should be declared, or it is approximated."""
+def _verdict(kit: Kit, feature: str, right: Callable[[], bool]) -> str:
+    """Why acceptance is wrong: it works and should be declared (the certificate lists it), or it is approximated."""
     try:
-        return "works: declare it" if right() else "approximated: the result is that of another layer"
+        if not right():
+            return "approximated: the result is that of another layer"
+        kit.report(UNDER_DECLARED, feature)
+        return "works: declare it"
     except Exception as error:  # noqa: BLE001 - the case fails anyway, this is its explanation
         return f"accepted, then it raised {type(error).__name__}: {error}"
 
@@ -92,7 +96,7 @@ def test_undeclared_batch_field(kit: Kit) -> None:
     except UnsupportedError as error:
         assert "multi_token_decode" in str(error) or "decode_q" in str(error), f"the refusal does not name it: {error}"
         return
-    verdict = _verdict(lambda: _agrees(rig, row, **batch))
+    verdict = _verdict(kit, "multi_token_decode", lambda: _agrees(rig, row, **batch))
     pytest.fail(
         f"a batch with decode_q=2 is accepted without the feature 'multi_token_decode': {verdict}", pytrace=False
     )

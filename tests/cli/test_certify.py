@@ -207,7 +207,7 @@ def test_figures_skipped_cases_and_under_declared_features_are_shown(run, found)
         )
     )
     lines = run("mine", "--device", "2").stdout.splitlines()
-    assert "plan_ms  1 0.25, 64 1.5" in lines
+    assert "a        plan_ms  1 0.25, 64 1.5" in lines
     assert "works although it is not declared: sinks; declare it, or refuse it" in lines
     start = lines.index("skipped: numerics: agrees")
     assert lines[start + 1 : start + 4] == [

@@ -147,10 +147,23 @@ def test_laws_gather_their_cases_in_order():
     assert [one.id[-2] for one in laws["numerics: agrees"]] == ["0", "2"]
 
 
-def test_figures_and_under_declared_features_come_from_all_cases():
-    made = certificate(*EVERYTHING, case(5, figures={"under_declared": ["sinks"], "copy_bytes_per_second": 5e9}))
+def test_under_declared_features_come_from_all_cases():
+    made = certificate(*EVERYTHING, case(5, figures={"under_declared": ["sinks"]}))
     assert made.under_declared() == ("alibi", "sinks")
-    assert made.figures() == {"plan_ms": {"1": 0.5, "64": 2.0}, "copy_bytes_per_second": 5e9}
+
+
+def test_figures_are_named_after_their_case_only_where_several_cases_of_a_section_use_the_name():
+    made = certificate(
+        case(0, figures={"gap": 1.0, "once": 2.0}),
+        case(1, figures={"gap": 3.0, "under_declared": ["sinks"]}),
+        case(2, id="folder/test_other.py::test_c", figures={"gap": 4.0}),
+    )
+    assert made.figures() == [
+        ("a", "gap of test_b[0]", 1.0),
+        ("a", "once", 2.0),
+        ("a", "gap of test_b[1]", 3.0),
+        ("other", "gap", 4.0),
+    ]
 
 
 def test_the_worst_error_is_the_one_nearest_to_its_own_tolerance():

@@ -26,7 +26,7 @@ def test_markdown_has_identity_levels_laws_failures_and_figures():
         "- skipped, numerics: agrees: one processor only (test\\_a.py::test\\_b\\[2\\])",
         "Works although it is not declared: alibi, sinks.",
         "## Figures",
-        "| plan\\_ms | 1 0.5, 64 2 |",
+        "| a | plan\\_ms | 1 0.5, 64 2 |",
     ):
         assert line in text.splitlines(), line
 
