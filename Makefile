@@ -8,7 +8,7 @@ export HF_HUB_OFFLINE ?= 1
 help:  ## show the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
 
-$(VENV)/.base: pyproject.toml ci/constraints.txt
+$(VENV)/.base: pyproject.toml setup.py ci/constraints.txt $(wildcard backends/pagedkv_cpu/csrc/*)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --disable-pip-version-check -q -c ci/constraints.txt -e .
 	@touch $@

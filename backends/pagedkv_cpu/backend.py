@@ -1,4 +1,4 @@
-"""One CPU instance of the attention contract, on torch. Everything is done when a call returns."""
+"""One CPU instance of the attention contract. Everything is done when a call returns."""
 
 from __future__ import annotations
 
@@ -28,13 +28,14 @@ from pagedkv.api import (
     World,
 )
 from pagedkv.api.torch import DTYPES, OneRank, TorchCommunicator, communicator
-from pagedkv_cpu import attention, host
-from pagedkv_cpu.attention import Work
+from pagedkv_cpu import host
 from pagedkv_cpu.canonical import Canonical
+from pagedkv_cpu.native import Kernels
+from pagedkv_cpu.native_path import NativePath
 from pagedkv_cpu.ops import Ops
-from pagedkv_cpu.planning import Geometry, Pass, Planner, Shape
+from pagedkv_cpu.path import CpuPlan, Path
 from pagedkv_cpu.pool import CpuPool, Layer, pool_cost, reasons_against
-from pagedkv_cpu.scratch import padded
+from pagedkv_cpu.torch_path import TorchPath
 
 _log = logging.getLogger("pagedkv.backends.cpu")
 
@@ -44,72 +45,27 @@ DEFAULT_CACHE_SHARE = 0.4
 """And no more than this part of what is available."""
 
 
-class CpuPlan(Plan):
-    """One batch of one group: where keys go, and the passes of every layer shape."""
-
-    def __init__(self, pool: CpuPool, group: int, batch: Batch, uniform: bool) -> None:
-        spec = pool.spec.groups[group]
-        self.pool = pool
-        self.group = group
-        self.num_tokens = batch.num_tokens
-        self.num_slots = 0 if batch.slots is None else len(batch.slots)
-        self.slots, self.kept = _targets(batch, pool.num_blocks * spec.block_size, spec.block_size)
-        geometry, sizes = Geometry(batch, spec.block_size, pool.num_blocks), pool.scratch().sizes
-        shapes = {Shape.of(layer) for layer in spec.layers}
-        self._planners = {shape: Planner(geometry, shape, sizes, uniform) for shape in shapes}
-        self._works: dict[object, tuple[list[Work], Planner]] = {}
-        self._passes: dict[Shape, list[Pass]] = {shape: planner.all() for shape, planner in self._planners.items()}
-
-    def work(self, layer: Layer) -> tuple[list[Work], Planner]:
-        """What to run for a layer, made for the first layer of its kind, and the planner behind it."""
-        found = self._works.get(layer.kind)
-        if found is None:
-            shape = Shape.of(layer.spec)
-            works = [Work(part, layer, self.pool.scratch()) for part in self._passes[shape]]
-            found = self._works[layer.kind] = (works, self._planners[shape])
-        return found
-
-
-def _first(tensor: torch.Tensor, rows: int) -> torch.Tensor:
-    """The first rows of a tensor; itself where there are no more, which saves a view per layer."""
-    return tensor if len(tensor) == rows else tensor[:rows]
-
-
-def _targets(batch: Batch, num_slots: int, block_size: int) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """(slots to write int64, the rows of k and v that go there or None for all)."""
-    if batch.slots is None:
-        return torch.empty(0, dtype=torch.int64), None
-    slots = batch.slots.astype(np.int64)
-    kept = np.flatnonzero(slots >= 0)
-    used = slots[kept]
-    if used.size and (used.min() < block_size or used.max() >= num_slots):
-        raise ContractViolation(
-            f"slots must be -1 or {block_size}..{num_slots - 1}, as block 0 is never written; "
-            f"got {used.min()}..{used.max()}",
-            law="slots",
-        )
-    return torch.from_numpy(used), None if len(kept) == len(slots) else torch.from_numpy(kept)
-
-
 class CpuBackend(AttentionBackend):
-    """Attention, pools and ops on the processor. `threads` 0 takes the cores this process may use."""
+    """Attention, pools and ops on the processor: with the kernels in C++, or with torch alone where they are None."""
 
-    def __init__(self, capabilities: Capabilities, *, threads: int = 0, world: World | None = None) -> None:
+    def __init__(
+        self, capabilities: Capabilities, *, threads: int, kernels: Kernels | None = None, world: World | None = None
+    ) -> None:
         self._closed = False
         self._world = world or World()
         self._communicators: list[OneRank | TorchCommunicator] = []
         self._pools: weakref.WeakSet[CpuPool] = weakref.WeakSet()
         self._ops = Ops()
-        torch.set_num_threads(threads if threads > 0 else host.cores().usable)
-        self._uniform, steady = _find_heights((64,))
-        self._capabilities = capabilities if steady else _without_invariance(capabilities)
+        torch.set_num_threads(threads)
+        self._path: Path = TorchPath() if kernels is None else NativePath(kernels)
+        self._capabilities = capabilities if self._path.steady else _without_invariance(capabilities)
 
     def capabilities(self) -> Capabilities:
         return self._capabilities
 
     def pool_cost(self, spec: PoolSpec) -> PoolCost:
         self._refuse(reasons_against(spec, self._capabilities))
-        return pool_cost(spec)
+        return pool_cost(spec, self._path.fixed_bytes)
 
     def alloc_pool(self, spec: PoolSpec) -> Pool:
         self._check_open()
@@ -117,9 +73,9 @@ class CpuBackend(AttentionBackend):
         if spec.num_blocks < 1 or min(spec.limits.rows, spec.limits.tokens, spec.limits.context) < 0:
             raise ContractViolation("a pool has at least block 0, and limits are not negative", law="pool spec")
         if "batch_invariant" in spec.features:
-            self._refuse(self._unsteady_dims(spec))
+            self._refuse(self._path.unsteady(spec))
         with torch.inference_mode(False):  # or its tensors could be written in that mode only
-            pool = CpuPool(spec)
+            pool = CpuPool(spec, self.pool_cost(spec), self._path.scratch)
         self._pools.add(pool)
         return pool
 
@@ -128,7 +84,7 @@ class CpuBackend(AttentionBackend):
         mine.scratch()
         mine.group(group)
         _check_limits(batch, mine.spec)
-        return CpuPlan(mine, group, batch, self._uniform)
+        return self._path.plan(mine, group, batch)
 
     def attend(
         self, plan: Any, layer: int, q: Any, k: Any, v: Any, out: Any, *, extra: Mapping[str, Any] | None = None
@@ -139,15 +95,13 @@ class CpuBackend(AttentionBackend):
         found = plan.pool.layer(layer)
         _check_call(plan, found, q, k, v, out)
         lse = _checked_lse(extra, plan, found, q) if extra else None
-        if k is not None and plan.slots.numel():
-            attention.append(found, plan.slots, plan.kept, _first(k, plan.num_slots), _first(v, plan.num_slots))
+        if k is not None:
+            self._path.append(plan, found, k, v)
         if q is None:
             return
         tokens = plan.num_tokens
         if tokens:
-            works, planner = plan.work(found)
-            sums = None if lse is None else lse[:tokens]
-            attention.attend(found, works, planner, _first(q, tokens), _first(out, tokens), plan.pool.scratch(), sums)
+            self._path.attend(plan, found, q, out, lse)
         if len(out) > tokens:
             out[tokens:].zero_()
 
@@ -224,24 +178,6 @@ class CpuBackend(AttentionBackend):
         if reasons:
             raise UnsupportedError(reasons)
 
-    def _unsteady_dims(self, spec: PoolSpec) -> list[str]:
-        layers = [layer for group in spec.groups for layer in group.layers]
-        widths = {padded(dim) for layer in layers for dim in (layer.k_dim, layer.v_dim)}
-        return [
-            f"feature 'batch_invariant': products of width {width} do not keep their bits on this processor"
-            for width in sorted(widths)
-            if not attention.same_bits(width, attention.heights(self._uniform))
-        ]
-
-
-def _find_heights(widths: tuple[int, ...]) -> tuple[bool, bool]:
-    """(whether all tiles must have one height, whether a row's bits then depend on the row alone)."""
-    for uniform in (False, True):
-        if all(attention.same_bits(width, attention.heights(uniform)) for width in widths):
-            return uniform, True
-    _log.warning("products on this processor depend on their batch: 'batch_invariant' is not available")
-    return False, False
-
 
 def _without_invariance(capabilities: Capabilities) -> Capabilities:
     return dataclasses.replace(capabilities, features=capabilities.features - {"batch_invariant"})
@@ -305,6 +241,12 @@ def _check_tensor(name: str, tensor: Any, rows: int, heads: int, dim: int, dtype
     if len(shape) != 3 or shape[0] < rows or shape[1] != heads or shape[2] != dim or tensor.dtype != dtype:
         raise ContractViolation(
             f"{name} must be {dtype} [>= {rows}, {heads}, {dim}], got {tensor.dtype} {list(shape)}",
+            law="attend tensors",
+        )
+    _, between, inside = tensor.stride()
+    if (heads > 1 and between != dim) or (dim > 1 and inside != 1):
+        raise ContractViolation(
+            f"each token's [{heads}, {dim}] of {name} must be contiguous, got strides {tensor.stride()}",
             law="attend tensors",
         )
 

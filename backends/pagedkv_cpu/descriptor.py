@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import logging
 import os
 import sys
 from collections.abc import Mapping
@@ -19,8 +20,11 @@ from pagedkv.api import (
 )
 from pagedkv.api.errors import ConfigError
 from pagedkv.api.extensions import CANONICAL_KV_VERSION
-from pagedkv_cpu import host
+from pagedkv_cpu import host, native
 
+_log = logging.getLogger("pagedkv.backends.cpu")
+
+KERNELS = ("auto", "native", "torch")
 _NO_TORCH = "torch is not installed: pip install torch"
 FEATURES = frozenset(
     {
@@ -58,6 +62,18 @@ class CpuDescriptor(Descriptor):
             default=0,
             help="threads of every computation; 0 takes the cores this process may use",
             aliases=("num_threads",),
+        ),
+        Option.of(
+            name="kernels",
+            type=str,
+            default="auto",
+            help="native: the kernels in C++; torch: torch's operators; auto: native where they were built",
+        ),
+        Option.of(
+            name="isa",
+            type=str,
+            default="auto",
+            help=f"instruction set of the native kernels: {', '.join(native.ISAS)}",
         ),
     )
 
@@ -100,14 +116,16 @@ class CpuDescriptor(Descriptor):
     def create(self, device: int, options: Mapping[str, Any], world: World) -> AttentionBackend:
         if device != 0:
             raise BackendUnavailable(f"the CPU backend has one device, index 0, and was asked for {device}")
+        if importlib.util.find_spec("torch") is None:
+            raise BackendUnavailable(_NO_TORCH)
         threads = int(options.get("threads", 0))
         if threads < 0:
             raise ConfigError(f"backend option threads={threads}: give 0 (all usable cores) or a positive number")
-        if importlib.util.find_spec("torch") is None:
-            raise BackendUnavailable(_NO_TORCH)
         from pagedkv_cpu.backend import CpuBackend
 
-        return CpuBackend(self.describe(self.probe()[0]), threads=threads, world=world)
+        threads = threads or host.cores().usable
+        kernels = _kernels(str(options.get("kernels", "auto")), str(options.get("isa", "auto")), threads)
+        return CpuBackend(self.describe(self.probe()[0]), threads=threads, kernels=kernels, world=world)
 
     def diagnose(self) -> Mapping[str, str]:
         memory, cores, flags = host.memory(), host.cores(), host.isa_flags()
@@ -117,8 +135,31 @@ class CpuDescriptor(Descriptor):
             "native dtypes": " ".join(self.describe(self.probe()[0]).native_dtypes),
             "cores": f"{cores.usable} of {cores.present} ({cores.source})",
             "memory": f"{_gib(memory.available)} free of {_gib(memory.total)} ({memory.source})",
+            "kernels": native.why_missing() or f"native, {native.Kernels().isa}",
             "torch": "found" if importlib.util.find_spec("torch") is not None else _NO_TORCH,
         }
+
+
+def _kernels(kernels: str, isa: str, threads: int) -> native.Kernels | None:
+    """The kernels as asked for; None for torch alone. An explicit choice that cannot be met is refused."""
+    if kernels not in KERNELS:
+        raise ConfigError(f"backend option kernels={kernels!r}: give one of {', '.join(KERNELS)}")
+    if isa not in native.ISAS:
+        raise ConfigError(f"backend option isa={isa!r}: give one of {', '.join(native.ISAS)}")
+    if kernels == "torch":
+        if isa != "auto":
+            raise ConfigError(f"backend option isa={isa!r} needs the native kernels, not kernels=torch")
+        _log.info("computing with torch's operators, %d threads", threads)
+        return None
+    try:
+        made = native.Kernels(isa, threads)
+    except OSError as error:
+        if kernels == "native" or isa != "auto":
+            raise BackendUnavailable(f"backend options kernels={kernels!r}, isa={isa!r}: {error}") from error
+        _log.warning("%s. Computing with torch alone, which is several times slower", error)
+        return None
+    _log.info("native kernels, %s, %d threads", made.isa, threads)
+    return made
 
 
 def _gib(size: int | None) -> str:

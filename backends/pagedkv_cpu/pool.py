@@ -12,7 +12,9 @@ share planes too: a region has as many planes as the group that needs most. No i
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -29,7 +31,7 @@ from pagedkv.api import (
 )
 from pagedkv.api.torch import DTYPES
 from pagedkv_cpu import host
-from pagedkv_cpu.scratch import ITEM_BYTES, Scratch, Sizes, padded
+from pagedkv_cpu.scratch import ITEM_BYTES, padded
 
 ALIGN = 64
 SMALL = 1 << 16
@@ -55,12 +57,12 @@ def regions(spec: PoolSpec) -> dict[int, int]:
     return dict(sorted(most.items()))
 
 
-def pool_cost(spec: PoolSpec) -> PoolCost:
-    """Exact bytes of a pool: `per_block` for its planes, `fixed` for alignment, scratch and plans."""
+def pool_cost(spec: PoolSpec, working: Callable[[PoolSpec], int]) -> PoolCost:
+    """Exact bytes of a pool: `per_block` for its planes, `fixed` for alignment and, where it computes, `working`."""
     kinds = regions(spec)
     fixed = ALIGN * (len(kinds) + 1) + SMALL
     if spec.placement == "device":
-        fixed += Sizes.of(spec).fixed_bytes
+        fixed += working(spec)
     return PoolCost(per_block=sum(size * count for size, count in kinds.items()), fixed=fixed)
 
 
@@ -99,14 +101,14 @@ class Layer:
 class CpuPool(Pool):
     """Blocks in host memory, as one allocation."""
 
-    def __init__(self, spec: PoolSpec) -> None:
+    def __init__(self, spec: PoolSpec, cost: PoolCost, scratch: Callable[[PoolSpec], Any]) -> None:
         self.spec = spec
         self._closed = False
         self._regions = regions(spec)
-        self._storage = _allocate(pool_cost(spec), spec.num_blocks, ALIGN * (len(self._regions) + 1))
+        self._storage = _allocate(cost, spec.num_blocks, ALIGN * (len(self._regions) + 1))
         self._planes = self._cut()
         self._layers = {layer.spec.index: layer for index in range(len(spec.groups)) for layer in self._make(index)}
-        self._scratch = Scratch(spec) if spec.placement == "device" else None
+        self._scratch = scratch(spec) if spec.placement == "device" else None
         self._clear_null_block()
 
     def close(self) -> None:
@@ -142,7 +144,7 @@ class CpuPool(Pool):
             for source, target in pairs:
                 theirs[:, target].copy_(mine[:, source])
 
-    def scratch(self) -> Scratch:
+    def scratch(self) -> Any:
         """The working memory of this pool's attention; a host pool has none."""
         self.check_open()
         if self._scratch is None:

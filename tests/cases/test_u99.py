@@ -32,7 +32,7 @@ def test_u99_the_shared_memory_of_this_machine_is_what_is_available(
     monkeypatch.setattr(host, "memory", lambda: told)
     (device,) = CpuDescriptor().probe()
     assert (device.free, device.total, device.unified) == (40 * GIB, 64 * GIB, True)
-    backend = CpuBackend(CpuDescriptor().describe(device))
+    backend = CpuBackend(CpuDescriptor().describe(device), threads=1)
     try:
         assert backend.memory() == MemoryInfo(free=40 * GIB, total=64 * GIB, reclaimable=0, unified=True)
         assert backend.kv_budget(0.9, 2 * GIB) == int(0.9 * 64 * GIB) - 24 * GIB - 2 * GIB

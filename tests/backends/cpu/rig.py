@@ -17,16 +17,24 @@ from pagedkv_cpu.descriptor import CpuDescriptor
 TORCH = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
+KERNELS = "auto"
+"""The path of the instances made here."""
+
+
 def backend(threads: int = 1) -> CpuBackend:
     """A CPU instance as the entry point makes it; one thread, so that tests beside each other do not wait for it."""
-    made = CpuDescriptor().create(0, {"threads": threads}, World())
+    made = CpuDescriptor().create(0, {"threads": threads, "kernels": KERNELS}, World())
     assert isinstance(made, CpuBackend)
     return made
 
 
-@functools.cache
 def shared_backend() -> CpuBackend:
-    """The instance of all rigs that do not close theirs."""
+    """The instance of all rigs that do not close theirs, one for each path."""
+    return _shared(KERNELS)
+
+
+@functools.cache
+def _shared(kernels: str) -> CpuBackend:
     return backend()
 
 

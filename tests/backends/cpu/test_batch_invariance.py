@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from pagedkv.api import UnsupportedError
-from pagedkv_cpu import attention, backend
+from pagedkv_cpu import attention, torch_path
 from tests.backends.cpu.rig import Rig, layer_spec, pool_spec, shared_backend
 from tests.backends.cpu.rig import backend as make_backend
 
@@ -102,6 +102,7 @@ def test_a_nan_of_a_later_token_changes_no_bit_of_an_earlier_one():
         assert torch.equal(rig.step((broken, 140, 140))[:131], clean[:131]), (name, value)
 
 
+@pytest.mark.parametrize("kernels", ["torch"], indirect=True)
 def test_a_processor_that_fails_the_check_declares_less(monkeypatch, caplog):
     monkeypatch.setattr(attention, "same_bits", lambda width, heights: False)
     made = make_backend()
@@ -112,9 +113,10 @@ def test_a_processor_that_fails_the_check_declares_less(monkeypatch, caplog):
     assert made.alloc_pool(pool_spec()).num_blocks == 64
 
 
+@pytest.mark.parametrize("kernels", ["torch"], indirect=True)
 def test_one_height_is_taken_where_heights_differ(monkeypatch):
     monkeypatch.setattr(attention, "same_bits", lambda width, heights: len(heights) == 1)
-    assert backend._find_heights((64,)) == (True, True)
+    assert torch_path._find_heights((64,)) == (True, True)
     rig = Rig(pool_spec(layer_spec(q_heads=9, kv_heads=3)), made=make_backend())
     seq = rig.sequence(140)
     whole = rig.step((seq, 140, 140))

@@ -89,7 +89,7 @@ def test_an_instance_declares_at_most_what_was_described():
 
 def test_diagnose_shows_instructions_cores_and_memory():
     shown = CpuDescriptor().diagnose()
-    assert {"model", "instructions", "native dtypes", "cores", "memory", "torch"} == set(shown)
+    assert {"model", "instructions", "native dtypes", "cores", "memory", "kernels", "torch"} == set(shown)
     assert "fp32" in shown["native dtypes"] and "GiB" in shown["memory"]
 
 

@@ -324,6 +324,17 @@ def test_a_pool_takes_no_more_than_its_cost():
         assert cost == made.pool_cost(pool_spec(*layers, kv_dtype="bf16", block_size=3, placement=placement))
 
 
+@pytest.mark.parametrize("kernels", ["native"], indirect=True)
+def test_native_plans_fit_the_fixed_part():
+    limits = Limits(rows=4, tokens=512, context=1024)
+    spec = pool_spec(limits=limits, num_blocks=300)
+    rig = Rig(spec)
+    plan = rig.backend.plan(rig.pool, 0, rig.batch([(rig.sequence(1000), 1000, 100)] * 4))
+    held = sum(value.nbytes for value in vars(plan).values() if isinstance(value, np.ndarray))
+    assert held > 0 and limits.plans * held + rig.pool.scratch().work.nbytes <= rig.backend.pool_cost(spec).fixed
+
+
+@pytest.mark.parametrize("kernels", ["torch"], indirect=True)
 @pytest.mark.parametrize("shape", [[(1000, 1)] * 4, [(500, 500)], [(900, 100), (900, 100), (900, 1)]])
 @pytest.mark.parametrize("window", [None, 50])
 def test_plans_fit_the_fixed_part(shape, window):

@@ -144,7 +144,7 @@ def test_large_scores_neither_overflow_nor_lose_their_digits() -> None:
     rows = [(rig.sequence(140), 140, 140)]
     _, lse = attend(rig, rows)
     want = expected(rig, rows, {})
-    assert np.abs(want).max() > 500 and np.abs(lse.double().numpy() / want - 1).max() <= 1e-6
+    assert np.abs(want).max() > 500 and np.abs(lse.double().numpy() / want - 1).max() <= 2e-6
 
 
 def test_rows_past_the_tokens_are_left_alone() -> None:
