@@ -5,7 +5,8 @@
 
 The log-sum-exp has no object: a backend that declares the feature "lse" accepts `extra={"lse": tensor}` in `attend`, a
 contiguous float32 tensor [>=T, Hq] of `torch_device`, and writes the natural logarithm of each query's softmax
-denominator, a sink included; minus infinity where there is neither a visible key nor a sink. Rows past T are left alone or finite.
+denominator, a sink included; minus infinity where there is neither a visible key nor a sink. Rows past T are left alone
+or finite.
 """
 
 from __future__ import annotations

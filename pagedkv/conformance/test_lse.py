@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from pagedkv.conformance.kit import Kit
+from pagedkv.api import ContractViolation
+from pagedkv.conformance.kit import Kit, assert_same_bits
 from pagedkv.conformance.oracle import Floats
+from pagedkv.conformance.refusals import refuses
 from pagedkv.conformance.rig import Rig, Row
 
 pytestmark = [pytest.mark.level("lse"), pytest.mark.needs("lse")]
@@ -85,6 +87,25 @@ def test_padding_rows(kit: Kit) -> None:
     out, lse = attend(rig, [(seq, 3, 3)], pad=2)
     assert np.isfinite(out[3:]).all(), "padding rows of out must be finite"
     assert np.isfinite(lse[3:]).all(), "padding rows of lse must be left alone or finite; these became NaN or infinite"
+
+
+@pytest.mark.law("lse: asking for it changes no bit of out")
+def test_out_stays_as_it_is(kit: Kit) -> None:
+    rig = kit.rig()
+    seq = rig.sequence(2 * rig.block_size + 1)
+    rig.write(seq, 0, seq.length)
+    out, _ = attend(rig, [(seq, seq.length, 3)], write=False)
+    assert_same_bits(out, rig.step((seq, seq.length, 3), write=False), "with lse another kernel or order is in use")
+
+
+@pytest.mark.law("lse: an append takes none")
+def test_append_takes_none(kit: Kit) -> None:
+    rig = kit.rig()
+    layer, row = rig.layer(), (rig.sequence(3), 3, 3)
+    _, k, v = rig.qkv([row], layer)
+    lse = rig.to_device(torch.zeros((3, layer.q_heads), dtype=torch.float32))
+    with refuses(ContractViolation, "extra={'lse': tensor} without q and out"):
+        rig.backend.attend(rig.plan(row), layer.index, None, k, v, None, extra={"lse": lse})
 
 
 @pytest.mark.law("lse: two parts of a context merge into the whole")
