@@ -31,6 +31,7 @@ from pagedkv.api.torch import DTYPES, OneRank, TorchCommunicator, communicator
 from pagedkv_cpu import host
 from pagedkv_cpu.canonical import Canonical
 from pagedkv_cpu.native import Kernels
+from pagedkv_cpu.native_ops import NativeOps
 from pagedkv_cpu.native_path import NativePath
 from pagedkv_cpu.ops import Ops
 from pagedkv_cpu.path import CpuPlan, Path
@@ -56,9 +57,11 @@ class CpuBackend(AttentionBackend):
         self._communicators: list[OneRank | TorchCommunicator] = []
         self._pools: weakref.WeakSet[CpuPool] = weakref.WeakSet()
         self._ops = Ops()
+        self._native_ops = None if kernels is None else NativeOps(kernels)
         torch.set_num_threads(threads)
         self._path: Path = TorchPath() if kernels is None else NativePath(kernels)
-        self._capabilities = capabilities if self._path.steady else _without_invariance(capabilities)
+        kept = capabilities if self._path.steady else _without_invariance(capabilities)
+        self._capabilities = kept if kernels else dataclasses.replace(kept, weight_formats=frozenset())
 
     def capabilities(self) -> Capabilities:
         return self._capabilities
@@ -145,7 +148,8 @@ class CpuBackend(AttentionBackend):
 
     def op(self, name: str, spec: OpSpec) -> Callable[..., Any] | None:
         self._check_open()
-        return self._ops.get(name, spec)
+        native = None if self._native_ops is None else self._native_ops.get(name, spec)
+        return native or self._ops.get(name, spec)
 
     def communicator(self, group: Sequence[int]) -> OneRank | TorchCommunicator:
         """Over Gloo, in sums of a fixed order: those of its own rings depend on a tensor's length."""

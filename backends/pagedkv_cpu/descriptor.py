@@ -92,10 +92,10 @@ class CpuDescriptor(Descriptor):
         return (device,)
 
     def describe(self, device: DeviceInfo) -> Capabilities:
-        native = host.native_dtypes(host.isa_flags(), os.environ.get("ONEDNN_MAX_CPU_ISA"))
+        fast = host.native_dtypes(host.isa_flags(), os.environ.get("ONEDNN_MAX_CPU_ISA"))
         return Capabilities.of(
             dtypes=("fp32", "bf16", "fp16"),
-            native_dtypes=native,
+            native_dtypes=fast,
             kv_dtypes=("fp32", "bf16", "fp16"),
             block_sizes=((1, 1, 4096),),
             head_dims=((1, 1, 512),),
@@ -104,6 +104,7 @@ class CpuDescriptor(Descriptor):
             placements=frozenset({"device", "host"}),
             async_copy=False,
             collectives=COLLECTIVES,
+            weight_formats=frozenset(native.FORMATS) if native.LIBRARY.exists() else frozenset(),
             extensions=EXTENSIONS,
             exclusions=(
                 (

@@ -82,6 +82,7 @@ def test_narrow_dtypes_only_where_the_processor_multiplies_them(dtype):
         torch.testing.assert_close(op(x, op.pack(weight)), torch.nn.functional.linear(x, weight))
 
 
+@pytest.mark.parametrize("kernels", ["torch"], indirect=True)
 def test_ops_whose_reference_is_as_good_are_left_to_it():
     for name in ("rms_norm", "add_rms_norm", "rope", "silu_mul", "embedding", "unheard_of"):
         assert shared_backend().op(name, OpSpec(dtype="fp32")) is None
