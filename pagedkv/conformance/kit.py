@@ -20,8 +20,8 @@ Record = Callable[[str, Any], None]
 class Kit:
     """One case's view of the backend under test. Everything made here is closed when the case ends."""
 
-    def __init__(self, subject: Subject, record: Record) -> None:
-        self.subject, self._record = subject, record
+    def __init__(self, subject: Subject, record: Record, *, checked: bool = True) -> None:
+        self.subject, self._record, self._checked = subject, record, checked
         self._rigs: list[Rig] = []
         self._own: list[AttentionBackend] = []
 
@@ -37,7 +37,7 @@ class Kit:
     @property
     def backend(self) -> AttentionBackend:
         """The instance that cases share; it must not be closed or broken."""
-        return self.subject.backend
+        return self.subject.backend if self._checked else self.subject.unchecked
 
     @property
     def can(self) -> Capabilities:
@@ -49,7 +49,7 @@ class Kit:
 
     def create(self, world: World | None = None) -> AttentionBackend:
         """An instance of this case's own, closed when it ends."""
-        made = self.subject.create(world)
+        made = self.subject.create(world, checked=self._checked)
         self._own.append(made)
         return made
 

@@ -42,6 +42,7 @@ _MARKERS = {
     "extension(name)": "applies only where this extension is declared",
     "placement(name)": "applies only where pools of this placement are",
     "applies(function)": "applies only where function(capabilities) is true",
+    "unchecked": "breaks the caller's laws on purpose: PAGEDKV_CHECK stays out, so that the backend itself answers",
 }
 
 
@@ -93,9 +94,9 @@ def subject(request: pytest.FixtureRequest) -> Subject:
 
 
 @pytest.fixture
-def kit(subject: Subject, record_property: Any) -> Iterator[Kit]:
+def kit(subject: Subject, record_property: Any, request: pytest.FixtureRequest) -> Iterator[Kit]:
     """What a case works with; see `pagedkv.conformance.kit`."""
-    made = Kit(subject, record_property)
+    made = Kit(subject, record_property, checked=request.node.get_closest_marker("unchecked") is None)
     yield made
     made.close()
 

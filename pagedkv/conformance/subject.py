@@ -8,6 +8,7 @@ from typing import Any
 
 from pagedkv import plugins
 from pagedkv.api import AttentionBackend, Capabilities, Descriptor, DeviceInfo, World
+from pagedkv.checking import CheckedBackend
 
 
 class Subject:
@@ -44,9 +45,10 @@ class Subject:
         """The most that an instance may declare."""
         return self.descriptor.describe(self.device)
 
-    def create(self, world: World | None = None) -> AttentionBackend:
-        """A new, independent instance; the caller closes it."""
-        return plugins.create(self.selected, self.options, world)
+    def create(self, world: World | None = None, *, checked: bool = True) -> AttentionBackend:
+        """A new, independent instance; the caller closes it. Not `checked`: without the law checker in any case."""
+        make = plugins.create if checked else plugins.make
+        return make(self.selected, self.options, world)
 
     @functools.cached_property
     def backend(self) -> AttentionBackend:
@@ -54,11 +56,17 @@ class Subject:
         return self.create()
 
     @functools.cached_property
+    def unchecked(self) -> AttentionBackend:
+        """The shared instance of cases that break the caller's laws: only the backend itself may answer them."""
+        return self.create(checked=False) if isinstance(self.backend, CheckedBackend) else self.backend
+
+    @functools.cached_property
     def capabilities(self) -> Capabilities:
         """What that instance declares: which cases apply follows from this record alone."""
         return self.backend.capabilities()
 
     def close(self) -> None:
-        """Close the shared instance, if there was one."""
-        if "backend" in self.__dict__:
-            self.backend.close()
+        """Close the shared instances, if there were any."""
+        for name in ("unchecked", "backend"):
+            if name in self.__dict__:
+                getattr(self, name).close()

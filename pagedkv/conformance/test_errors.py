@@ -19,7 +19,7 @@ from pagedkv.conformance.lattice import BLOCK_SIZES, sizes
 from pagedkv.conformance.refusals import refuses
 from pagedkv.conformance.rig import Rig, Row, Seq
 
-pytestmark = pytest.mark.level("core")
+pytestmark = [pytest.mark.level("core"), pytest.mark.unchecked]
 
 SMALL = Limits(rows=2, tokens=8, context=16)
 

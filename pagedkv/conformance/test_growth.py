@@ -13,7 +13,7 @@ from pagedkv.api.records import gated
 from pagedkv.conformance.kit import Kit
 from pagedkv.conformance.refusals import refuses
 
-pytestmark = pytest.mark.level("core")
+pytestmark = [pytest.mark.level("core"), pytest.mark.unchecked]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

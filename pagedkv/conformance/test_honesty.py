@@ -18,7 +18,7 @@ from pagedkv.conformance.refusals import refuses
 from pagedkv.conformance.rig import Rig, Row
 from pagedkv.core.negotiation import Requirements, accepts, negotiate
 
-pytestmark = pytest.mark.level("core")
+pytestmark = [pytest.mark.level("core"), pytest.mark.unchecked]
 
 EXTENSIONS = ("graph", "canonical_kv", "mla", "state", "kv_regions", "sleep", "model", "no_such_extension")
 

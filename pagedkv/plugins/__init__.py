@@ -9,7 +9,7 @@ checks      what a plugin hands over, field by field
 """
 
 from pagedkv.environment import ENVIRONMENT, check_environment
-from pagedkv.plugins.creation import check_options, create, parse_options, pool_cost
+from pagedkv.plugins.creation import check_options, create, make, parse_options, pool_cost
 from pagedkv.plugins.discovery import GROUP, Found, discover, find
 from pagedkv.plugins.loading import load, untouched
 from pagedkv.plugins.probing import Status, probe_all
@@ -28,6 +28,7 @@ __all__ = [
     "discover",
     "find",
     "load",
+    "make",
     "offer",
     "parse_options",
     "pool_cost",

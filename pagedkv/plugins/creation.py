@@ -22,16 +22,11 @@ _log = logging.getLogger("pagedkv.plugins")
 def create(
     selected: Selected, options: Mapping[str, Any] | None = None, world: World | None = None
 ) -> AttentionBackend:
-    """Create the backend's instance on the selected device, options checked and completed with their defaults.
+    """Create the backend's instance on the selected device; `PAGEDKV_CHECK` wraps it in the law checker.
 
-    Raises `ConfigError` (an option), what the plugin raises of our own errors, and `BackendLoadError` for anything else
-    that it raises and for an instance that lacks a required method. `PAGEDKV_CHECK` wraps it in the law checker.
+    Raises what `make` raises.
     """
-    found = selected.found
-    checked = check_options(selected.descriptor, options or {})
-    with blamed(found, "creating the backend", passes=(PagedKVError,)):
-        instance = selected.descriptor.create(selected.device.index, checked, world or World())
-    _check_instance(found, instance)
+    found, instance = selected.found, make(selected, options, world)
     if os.environ.get("PAGEDKV_CHECK", "").strip() in ("", "0"):
         return instance
     _log.warning("PAGEDKV_CHECK is set: every call of backend %s is checked, which makes it slower", selected.name)
@@ -39,6 +34,19 @@ def create(
 
     offered = described(found, selected.descriptor, selected.device)
     return check(instance, offered, name=selected.name, around=Watch(found).over)
+
+
+def make(selected: Selected, options: Mapping[str, Any] | None = None, world: World | None = None) -> AttentionBackend:
+    """The instance itself, whatever `PAGEDKV_CHECK` says, its options checked and completed with their defaults.
+
+    Raises `ConfigError` (an option), what the plugin raises of our own errors, and `BackendLoadError` for anything else
+    that it raises and for an instance that lacks a required method.
+    """
+    checked = check_options(selected.descriptor, options or {})
+    with blamed(selected.found, "creating the backend", passes=(PagedKVError,)):
+        instance = selected.descriptor.create(selected.device.index, checked, world or World())
+    _check_instance(selected.found, instance)
+    return instance
 
 
 def _check_instance(found: Found, instance: Any) -> None:

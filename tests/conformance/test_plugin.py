@@ -15,9 +15,12 @@ import numpy as np
 import pytest
 
 from pagedkv.api import Capabilities
+from pagedkv.checking import CheckedBackend
 from pagedkv.conformance import plugin
 from pagedkv.conformance.certificate import Certificate
+from pagedkv.conformance.kit import Kit
 from pagedkv.conformance.subject import Subject
+from pagedkv_cpu.backend import CpuBackend
 
 ROOT = plugin.HERE.parents[1]
 CAN = Capabilities(
@@ -186,3 +189,17 @@ def test_errors_have_three_digits_and_what_is_not_finite_has_none(error, kept):
 
 def test_ids_have_no_folders_whatever_their_parameters_hold():
     assert plugin.short_id("a/b/test_c.py::test_d[int8/token_head-x::y]") == "test_c.py::test_d[int8/token_head-x::y]"
+
+
+def test_cases_that_break_the_callers_laws_meet_the_backend_itself(monkeypatch):
+    monkeypatch.setenv("PAGEDKV_CHECK", "1")
+    with contextlib.closing(Subject("cpu", options={"threads": 1})) as subject:
+        usual, breaking = Kit(subject, print), Kit(subject, print, checked=False)
+        assert isinstance(usual.backend, CheckedBackend) and isinstance(usual.create(), CheckedBackend)
+        own = breaking.create()
+        assert {type(breaking.backend), type(own)} == {CpuBackend} and breaking.backend is not own
+        usual.close()
+        breaking.close()
+    monkeypatch.delenv("PAGEDKV_CHECK")
+    with contextlib.closing(Subject("cpu", options={"threads": 1})) as subject:
+        assert subject.unchecked is subject.backend
