@@ -149,21 +149,14 @@ static inline vf whole_products(const Codes& w, const int8_t* c) {
   return _mm512_cvtepi32_ps(total);
 #elif defined(__AVX2__)
   const __m256i ones = _mm256_set1_epi16(1);
-  if (FORMAT == PKV_Q8_0) {
-    __m256i total = _mm256_setzero_si256();
-    for (int s = 0; s < STEPS; s++) {
-      __m256i x = _mm256_set1_epi32(four(c + 4 * s));
-      // w x = |w| (x with w's sign); pairs reach 2 * 128 * 127 at most, which 16 bits hold
-      __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(w.step[s]), _mm256_sign_epi8(x, w.step[s]));
-      total = _mm256_add_epi32(total, _mm256_madd_epi16(pairs, ones));
-    }
-    return _mm256_cvtepi32_ps(total);
+  __m256i total = _mm256_setzero_si256();
+  for (int s = 0; s < STEPS; s++) {
+    __m256i x = _mm256_set1_epi32(four(c + 4 * s));
+    // w x = |w| (x with w's sign); pairs reach 2 * 128 * 127 at most, which 16 bits hold
+    __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(w.step[s]), _mm256_sign_epi8(x, w.step[s]));
+    total = _mm256_add_epi32(total, _mm256_madd_epi16(pairs, ones));
   }
-  // A pair of 4-bit products is at most 2 * 15 * 127 = 3810 and eight of them 30480: 16 bits hold a whole group.
-  __m256i pairs = _mm256_maddubs_epi16(w.step[0], _mm256_set1_epi32(four(c)));
-  for (int s = 1; s < STEPS; s++)
-    pairs = _mm256_add_epi16(pairs, _mm256_maddubs_epi16(w.step[s], _mm256_set1_epi32(four(c + 4 * s))));
-  return _mm256_cvtepi32_ps(_mm256_madd_epi16(pairs, ones));
+  return _mm256_cvtepi32_ps(total);
 #else
   vf out;
   for (int o = 0; o < W; o++) {
@@ -183,6 +176,79 @@ struct Rows {
   int64_t k;
 };
 
+// One group's share of one row's sums of W outputs: S, e, e C, d and the offset as above.
+template <int FORMAT>
+static inline void add_group(float* sum, vf products, float scale, float total, vf d, vf offset) {
+  vf all = fma(products * splat(scale), d, load(sum));
+  if (FORMAT != PKV_Q8_0) all = fma(splat(total), offset, all);
+  store(sum, all);
+}
+
+template <int FORMAT>
+static inline vf offsets(const uint16_t* d, int part, vf scale) {
+  return FORMAT == PKV_Q4_1 ? halves(d + PANEL + part * W) : scale * splat(-8.0f);
+}
+
+#if defined(__AVX2__) && !defined(__AVX512F__)
+// Four steps of 16 outputs fill the registers, and each value of x is loaded once for all of them: the low halves of
+// the bytes for every row first, then the high ones. A pair of 4-bit products is at most 2 * 15 * 127 = 3810 and eight
+// of them 30480: 16 bits hold a whole group.
+static inline void four_steps(const uint8_t* codes, bool high, __m256i (&w)[2][4]) {
+  const __m256i low = _mm256_set1_epi8(15);
+  for (int part = 0; part < 2; part++)
+    for (int s = 0; s < 4; s++) {
+      __m256i both = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(codes + s * 64 + part * 32));
+      w[part][s] = _mm256_and_si256(high ? _mm256_srli_epi16(both, 4) : both, low);
+    }
+}
+
+static inline void pair_products(const __m256i (&w)[2][4], const int8_t* c, __m256i& first, __m256i& second) {
+  const __m256i x0 = _mm256_set1_epi32(four(c)), x1 = _mm256_set1_epi32(four(c + 4));
+  const __m256i x2 = _mm256_set1_epi32(four(c + 8)), x3 = _mm256_set1_epi32(four(c + 12));
+  first = _mm256_add_epi16(_mm256_add_epi16(_mm256_maddubs_epi16(w[0][0], x0), _mm256_maddubs_epi16(w[0][1], x1)),
+                           _mm256_add_epi16(_mm256_maddubs_epi16(w[0][2], x2), _mm256_maddubs_epi16(w[0][3], x3)));
+  second = _mm256_add_epi16(_mm256_add_epi16(_mm256_maddubs_epi16(w[1][0], x0), _mm256_maddubs_epi16(w[1][1], x1)),
+                            _mm256_add_epi16(_mm256_maddubs_epi16(w[1][2], x2), _mm256_maddubs_epi16(w[1][3], x3)));
+}
+
+template <int FORMAT>
+static inline void four_bit_group(const uint16_t* d, const uint8_t* codes, const Rows& x, int64_t first, int count,
+                                  int64_t g, float* out) {
+  const __m256i ones = _mm256_set1_epi16(1);
+  const int64_t groups = x.k / GROUP;
+  __m256i kept[ROWS][2], w[2][4], a, b;
+  four_steps(codes, false, w);
+  for (int r = 0; r < count; r++) pair_products(w, x.codes + (first + r) * x.k + g * GROUP, kept[r][0], kept[r][1]);
+  four_steps(codes, true, w);
+  const vf d0 = halves(d), d1 = halves(d + W);
+  const vf o0 = offsets<FORMAT>(d, 0, d0), o1 = offsets<FORMAT>(d, 1, d1);
+  for (int r = 0; r < count; r++) {
+    const int64_t at = (first + r) * groups + g;
+    pair_products(w, x.codes + (first + r) * x.k + g * GROUP + 16, a, b);
+    a = _mm256_madd_epi16(_mm256_add_epi16(a, kept[r][0]), ones);
+    b = _mm256_madd_epi16(_mm256_add_epi16(b, kept[r][1]), ones);
+    add_group<FORMAT>(out + r * PANEL, _mm256_cvtepi32_ps(a), x.scales[at], x.sums[at], d0, o0);
+    add_group<FORMAT>(out + r * PANEL + W, _mm256_cvtepi32_ps(b), x.scales[at], x.sums[at], d1, o1);
+  }
+}
+#endif
+
+template <int FORMAT>
+static inline void any_group(const uint16_t* d, const uint8_t* codes, const Rows& x, int64_t first, int count,
+                             int64_t g, float* out) {
+  const int64_t groups = x.k / GROUP;
+  for (int part = 0; part < PANEL / W; part++) {
+    Codes w;
+    unpack<FORMAT>(codes, part, w);
+    const vf scale = halves(d + part * W), offset = offsets<FORMAT>(d, part, scale);
+    for (int r = 0; r < count; r++) {
+      const int64_t at = (first + r) * groups + g;
+      const vf products = whole_products<FORMAT>(w, x.codes + (first + r) * x.k + g * GROUP);
+      add_group<FORMAT>(out + r * PANEL + part * W, products, x.scales[at], x.sums[at], scale, offset);
+    }
+  }
+}
+
 // One panel times `count` rows from row `first`: sums [count][16].
 template <int FORMAT>
 static void panel_times_rows(const uint8_t* panel, const Rows& x, int64_t first, int count, float* out) {
@@ -191,20 +257,12 @@ static void panel_times_rows(const uint8_t* panel, const Rows& x, int64_t first,
   for (int64_t g = 0; g < groups; g++, panel += group_bytes(FORMAT)) {
     const uint16_t* d = reinterpret_cast<const uint16_t*>(panel);
     const uint8_t* codes = panel + (FORMAT == PKV_Q4_1 ? 64 : 32);
-    for (int part = 0; part < PANEL / W; part++) {
-      Codes w;
-      unpack<FORMAT>(codes, part, w);
-      const vf scale = halves(d + part * W);
-      const vf offset = FORMAT == PKV_Q4_1 ? halves(d + PANEL + part * W) : scale * splat(-8.0f);
-      for (int r = 0; r < count; r++) {
-        const int64_t row = first + r;
-        float* sum = out + r * PANEL + part * W;
-        vf s = whole_products<FORMAT>(w, x.codes + row * x.k + g * GROUP);
-        vf total = fma(s * splat(x.scales[row * groups + g]), scale, load(sum));
-        if (FORMAT != PKV_Q8_0) total = fma(splat(x.sums[row * groups + g]), offset, total);
-        store(sum, total);
-      }
-    }
+#if defined(__AVX2__) && !defined(__AVX512F__)
+    if constexpr (FORMAT != PKV_Q8_0)
+      four_bit_group<FORMAT>(d, codes, x, first, count, g, out);
+    else
+#endif
+      any_group<FORMAT>(d, codes, x, first, count, g, out);
   }
 }
 
