@@ -35,6 +35,9 @@ DTYPES = {
 MODEL_IMPLS = ("auto", "native", "transformers")
 """What runs a model: this package's own decoder, or transformers' modules over the paged cache."""
 
+QUANTIZATIONS = ("gguf", "none")
+"""Weights in the blocks of their GGUF file, or dequantized; unset, dtype and backend decide."""
+
 _UNITS = {"": 1, "B": 1}
 _UNITS |= {f"{p}iB": 1024**n for n, p in enumerate("KMGT", 1)} | {f"{p}B": 1000**n for n, p in enumerate("KMGT", 1)}
 
@@ -51,7 +54,6 @@ _NOT_BUILT: dict[str, tuple[Any, ...]] = {
     "data_parallel_size": (1,),
     "kv_tiers": (None, (), []),
     "swap_space": (None, 0, "0"),
-    "quantization": (None, "gguf"),
     "trust_remote_code": (False,),
     "speculative_config": (None,),
     "enable_lora": (False,),
@@ -70,6 +72,9 @@ class EngineConfig:
     `kv_cache_memory` and `num_blocks` (the null block counted) size the cache outright; `gpu_memory_utilization` is the
     share of the device's memory that weights, workspace and cache may fill together. `model_impl`: "native", or
     "transformers" for its own modules over our cache; "auto" takes the native decoder where there is one.
+    `quantization`: "gguf" keeps a GGUF file's weights in their blocks, which the backend multiplies as they are and for
+    which it may round activations to 8 bits; "none" dequantizes them. Unset, they stay where `dtype` is unset too and
+    the backend has the product.
     """
 
     model: str
@@ -79,6 +84,7 @@ class EngineConfig:
     load_format: str = "auto"
     model_impl: str = "auto"
     dtype: str = "auto"
+    quantization: str | None = None
     kv_cache_dtype: str = "auto"
     backend: str | None = None
     device: int | None = None
@@ -164,6 +170,9 @@ class EngineConfig:
                 "batch_invariant=True cannot be kept with model_impl='transformers', whose products depend on the "
                 "batch; leave one of them out"
             )
+        if self.quantization not in (None, *QUANTIZATIONS):
+            known = f"only {' and '.join(QUANTIZATIONS)} are known; leave it out to let dtype and backend decide"
+            problems.append(f"quantization={self.quantization!r} is not built yet: {known}")
         if not isinstance(self.model, str) or not self.model:
             problems.append(f"model={self.model!r} must be a folder, a .gguf file, a hub id, or demo")
         return problems

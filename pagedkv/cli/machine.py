@@ -37,6 +37,7 @@ def engine_facts(parts: Parts) -> dict[str, Any]:
         "backend": parts.backend_name,
         "backend_distribution": f"{parts.distribution} {parts.version}",
         "dtype": parts.choice.dtype,
+        "quantization": parts.quantization,
         "kv_cache_dtype": parts.choice.kv_dtype,
         "block_size": parts.choice.block_size,
         "prefix_caching": parts.config.enable_prefix_caching,

@@ -24,6 +24,10 @@ OPTIONS: Mapping[str, Mapping[str, Any]] = {
         "multiple": True,
     },
     "dtype": {"help": "Dtype of the model: auto, float32, bfloat16 or float16.", "metavar": "DTYPE"},
+    "quantization": {
+        "help": "gguf keeps a GGUF file's weights packed, none dequantizes them; else as dtype and backend have it.",
+        "metavar": "NAME",
+    },
     "kv_cache_dtype": {"help": "Dtype of the cache; auto takes the model's.", "metavar": "DTYPE"},
     "block_size": {"help": "Tokens in a block of the cache.", **_COUNT},
     "max_model_len": {"help": "Longest sequence, prompt and output together.", **_COUNT},

@@ -17,7 +17,7 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryRequest:
-    """What the user asked for, and what the engine needs besides the cache. Sizes in bytes."""
+    """What the user asked for, and what the engine needs besides the cache. Sizes in bytes; the note is for people."""
 
     num_blocks: int | None
     kv_cache_bytes: int | None
@@ -27,6 +27,7 @@ class MemoryRequest:
     block_size: int
     max_num_seqs: int
     max_model_len: int
+    weights_note: str = ""
 
     @property
     def useful_blocks(self) -> int:
@@ -45,6 +46,7 @@ class MemoryPlan:
     memory: MemoryInfo
     room: int | None
     rule: str
+    weights_note: str = ""
 
     @property
     def cache(self) -> int:
@@ -62,7 +64,7 @@ class MemoryPlan:
         shared = " (shared with the host)" if memory.unified else ""
         rows = [
             ("memory", f"{show_bytes(memory.total)}, {show_bytes(_available(memory))} available{shared}"),
-            ("weights", show_bytes(self.weights)),
+            ("weights", show_bytes(self.weights) + (f" ({self.weights_note})" if self.weights_note else "")),
             ("workspace", show_bytes(self.workspace)),
             (
                 "cache",
@@ -117,6 +119,7 @@ def plan_memory(
         memory=memory,
         room=room,
         rule=rule,
+        weights_note=request.weights_note,
     )
     if blocks < 2 or (room is not None and plan.cache > room):
         raise _does_not_fit(plan, room)

@@ -6,7 +6,6 @@ import dataclasses
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from math import prod
 
 from pagedkv import plugins
 from pagedkv.api import (
@@ -21,17 +20,15 @@ from pagedkv.config import DTYPES, EngineConfig, claim_options, show_bytes
 from pagedkv.core.negotiation import Choice, Requirements, negotiate
 from pagedkv.core.scheduler import MAX_SCORED, Scheduler, SchedulerConfig
 from pagedkv.engine.memory import MemoryPlan, MemoryRequest, plan_memory, read_memory
+from pagedkv.engine.quantization import against_packing, check_packing, describe, name_of, weights_note
 from pagedkv.engine.runner import Runner
-from pagedkv.models.bridge import BridgedCheckpoint, BridgedConfig, BridgedDecoder
+from pagedkv.models.bridge import BridgedCheckpoint, BridgedConfig
 from pagedkv.models.checkpoint import Checkpoint, open_checkpoint
 from pagedkv.models.config import ModelConfig
-from pagedkv.models.decoder import Decoder
-from pagedkv.models.native import NativeDecoder, workspace_bytes
-from pagedkv.models.tensor_shapes import tensor_shapes
 from pagedkv.models.tokenizer import Tokenizer
+from pagedkv.models.weight_plan import WeightPlan
 
 _log = logging.getLogger("pagedkv.engine")
-_ITEM = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 Progress = Callable[[int, int], None]
 AnyCheckpoint = Checkpoint | BridgedCheckpoint
@@ -39,13 +36,14 @@ AnyCheckpoint = Checkpoint | BridgedCheckpoint
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
-    """What an engine is made of, and what was chosen for it."""
+    """What an engine is made of, and what was chosen for it. `quantization`: which weights are packed, or "none"."""
 
     config: EngineConfig
     backend_name: str
     distribution: str | None
     version: str | None
     choice: Choice
+    quantization: str
     memory: MemoryPlan
     max_model_len: int
     scheduler: Scheduler
@@ -111,26 +109,27 @@ def _load(
     choice = negotiate(backend.capabilities(), requirements, backend=selected.name)
     for note in choice.notes:
         _log.info("%s", note)
-    if isinstance(checkpoint, BridgedCheckpoint):
+    if isinstance(checkpoint.config, BridgedConfig):
         _log.info("batch_invariant off: the products of transformers' modules depend on the batch")
     spec = _pool_spec(config, choice, requirements.layers, max_model_len)
-    memory = _plan(config, selected, backend, checkpoint, choice, spec, max_model_len)
+    weights = _weights(config, selected, backend, checkpoint, choice)
+    memory = _plan(config, selected, backend, checkpoint, choice, spec, weights)
     _log.info("memory budget\n%s", memory.table())
     _log_features(config, choice, memory, max_model_len)
     tokenizer = None if config.skip_tokenizer_init else checkpoint.tokenizer()
-    model = _load_model(checkpoint, backend, choice.dtype, max_model_len, progress)
+    model = checkpoint.decoder(backend, choice.dtype, weights, max_model_len, progress)
     pool = backend.alloc_pool(dataclasses.replace(spec, num_blocks=memory.num_blocks))
-    if isinstance(model, BridgedDecoder):
-        for layer, values in model.sinks.items():
-            backend.bind(pool, layer, {"sinks": values.numpy()})
-    fingerprint = repr((str(checkpoint.path), choice.dtype, choice.kv_dtype, choice.block_size)).encode()
-    scheduler = Scheduler(_scheduler_config(config, memory, choice, max_model_len), fingerprint)
+    for layer, values in model.sinks.items():
+        backend.bind(pool, layer, {"sinks": values.numpy()})
+    facts = (str(checkpoint.path), choice.dtype, choice.kv_dtype, choice.block_size, weights.formats)
+    scheduler = Scheduler(_scheduler_config(config, memory, choice, max_model_len), repr(facts).encode())
     return Parts(
         config=config,
         backend_name=selected.name,
         distribution=selected.distribution,
         version=selected.version,
         choice=choice,
+        quantization=name_of(weights),
         memory=memory,
         max_model_len=max_model_len,
         scheduler=scheduler,
@@ -141,12 +140,19 @@ def _load(
     )
 
 
-def _load_model(
-    checkpoint: AnyCheckpoint, backend: AttentionBackend, dtype: str, max_model_len: int, progress: Progress | None
-) -> Decoder:
-    if isinstance(checkpoint, BridgedCheckpoint):
-        return BridgedDecoder.load(checkpoint, backend, dtype, progress=progress)
-    return NativeDecoder.load(checkpoint, backend, dtype, progress=progress, max_model_len=max_model_len)
+def _weights(
+    config: EngineConfig,
+    selected: plugins.Selected,
+    backend: AttentionBackend,
+    checkpoint: AnyCheckpoint,
+    choice: Choice,
+) -> WeightPlan:
+    """How the weights will be held, checked against what was asked for, and told."""
+    weights = checkpoint.plan(backend, choice.dtype, against_packing(config, checkpoint))
+    check_packing(config, weights, backend.capabilities(), selected.name)
+    if line := describe(weights, choice.dtype):
+        _log.info("%s", line)
+    return weights
 
 
 def _requirements(config: EngineConfig, model: ModelConfig | BridgedConfig | None) -> Requirements:
@@ -201,18 +207,19 @@ def _plan(
     checkpoint: AnyCheckpoint,
     choice: Choice,
     spec: PoolSpec,
-    max_model_len: int,
+    weights: WeightPlan,
 ) -> MemoryPlan:
     tokens, rows = config.max_num_batched_tokens, config.max_num_seqs
     request = MemoryRequest(
         num_blocks=config.num_blocks,
         kv_cache_bytes=config.kv_cache_bytes,
         fraction=config.gpu_memory_utilization,
-        weights=_weight_bytes(checkpoint, choice.dtype),
-        workspace=_workspace(checkpoint, tokens, rows + min(MAX_SCORED, tokens), choice.dtype),
+        weights=weights.nbytes,
+        weights_note=weights_note(weights),
+        workspace=checkpoint.workspace(tokens, rows + min(MAX_SCORED, tokens), choice.dtype),
         block_size=choice.block_size,
         max_num_seqs=rows,
-        max_model_len=max_model_len,
+        max_model_len=spec.limits.context,
     )
 
     def kv_budget(fraction: float | None, reserved: int) -> int | None:
@@ -220,23 +227,6 @@ def _plan(
 
     cost = plugins.pool_cost(selected, backend, spec)
     return plan_memory(request, cost, read_memory(backend.memory, selected.name), kv_budget)
-
-
-def _weight_bytes(checkpoint: AnyCheckpoint, dtype: str) -> int:
-    """The most that packed weights take: a tied head may be packed a second time, in a product's own layout."""
-    model = checkpoint.config
-    if isinstance(model, BridgedConfig):
-        return model.num_numbers * _ITEM[dtype]
-    numbers = sum(prod(shape) for shape in tensor_shapes(model).values())
-    if model.tie_word_embeddings:
-        numbers += model.vocab_size * model.hidden_size
-    return numbers * _ITEM[dtype]
-
-
-def _workspace(checkpoint: AnyCheckpoint, tokens: int, rows: int, dtype: str) -> int:
-    if isinstance(checkpoint, BridgedCheckpoint):
-        return checkpoint.workspace(tokens, rows, dtype)
-    return workspace_bytes(checkpoint.config, tokens, rows, dtype)
 
 
 def _scheduler_config(config: EngineConfig, memory: MemoryPlan, choice: Choice, max_model_len: int) -> SchedulerConfig:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ from pagedkv.models.decoder import Attend
 from pagedkv.models.packing import Progress, torch_dtype
 from pagedkv.models.safetensors_files import SafetensorsFiles
 from pagedkv.models.tokenizer import Tokenizer, load_hf_tokenizer, read_json
+from pagedkv.models.weight_plan import WeightPlan
 
 _log = logging.getLogger("pagedkv.models")
 
@@ -382,6 +384,7 @@ class BridgedCheckpoint:
     """A folder in Hugging Face layout whose model runs through transformers. Opening it reads no weights."""
 
     quantization: str | None = None
+    formats: Mapping[str, str] = MappingProxyType({})
 
     def __init__(self, folder: Path, load_tokenizer: TokenizerLoader | None = None, *, dummy: bool = False) -> None:
         self.path = folder
@@ -432,9 +435,19 @@ class BridgedCheckpoint:
         load = self._load_tokenizer
         return load(self.config) if load else load_hf_tokenizer(self.path, self.config.eos_token_ids)
 
+    def plan(self, backend: AttentionBackend, dtype: str, against: str | None) -> WeightPlan:
+        """All weights are plain numbers of `dtype`."""
+        return WeightPlan(nbytes=self.config.num_numbers * torch_dtype(dtype).itemsize)
+
     def workspace(self, tokens: int, rows: int, dtype: str) -> int:
         """Bytes that one step takes at most besides weights and cache."""
         return self.skeleton.workspace(tokens, rows, dtype)
+
+    def decoder(
+        self, backend: AttentionBackend, dtype: str, plan: WeightPlan, max_model_len: int, progress: Progress | None
+    ) -> BridgedDecoder:
+        """Read the weights."""
+        return BridgedDecoder.load(self, backend, dtype, progress=progress)
 
     def build(self, dtype: torch.dtype) -> Any:
         """The model with its weights, on the CPU. Raises `ModelError` for weights that are missing or misshapen."""

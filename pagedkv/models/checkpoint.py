@@ -6,10 +6,12 @@ import importlib.util
 import logging
 import re
 import zlib
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
 
 from pagedkv.api.errors import ConfigError, ModelError
 from pagedkv.models.config import ModelConfig
@@ -23,7 +25,12 @@ from pagedkv.models.tokenizer import Tokenizer, load_hf_tokenizer, read_json
 if TYPE_CHECKING:
     import torch
 
+    from pagedkv.api import AttentionBackend
     from pagedkv.models.bridge import BridgedCheckpoint
+    from pagedkv.models.native import NativeDecoder
+    from pagedkv.models.packing import Progress
+    from pagedkv.models.weight_plan import WeightPlan
+    from pagedkv.ops.gguf_quants import Bytes
 
 _log = logging.getLogger("pagedkv.models")
 
@@ -38,31 +45,6 @@ TEXT_FILES = ("*.json", "*.jinja", "tokenizer.model")
 DUMMY_SEED = 0
 DUMMY_SCALE = 0.02
 FP16_MAX = 65504.0
-
-
-class Checkpoint(Protocol):
-    """An opened model; nothing large has been read. Tensors go by their Hugging Face names.
-
-    `quantization` is the weight format the file mostly holds, None for plain floats; `weight_bytes` are bytes on disk.
-    """
-
-    path: Path
-    format: str
-    config: ModelConfig
-    quantization: str | None
-    weight_bytes: int
-
-    def names(self) -> frozenset[str]:
-        """The tensors that the model consists of."""
-
-    def tensor(self, name: str, dtype: torch.dtype) -> torch.Tensor:
-        """One tensor, fresh, contiguous, on the CPU, [out, in], dequantized. Raises `ModelError`."""
-
-    def tokenizer(self) -> Tokenizer:
-        """The model's tokenizer. Raises `ModelError` when there is none."""
-
-    def close(self) -> None:
-        """Let go of the files. Idempotent."""
 
 
 def open_checkpoint(
@@ -221,11 +203,67 @@ def _hf_config(folder: Path) -> ModelConfig:
         ) from error
 
 
-class SafetensorsCheckpoint:
+class Checkpoint(ABC):
+    """An opened model for the native decoder; nothing large has been read. Tensors go by their Hugging Face names.
+
+    `quantization` is the weight format the file mostly holds, None for plain floats; `formats` has each tensor's type
+    in a GGUF file, and is empty for other files; `weight_bytes` are bytes on disk.
+    """
+
+    path: Path
+    format: str
+    config: ModelConfig
+    quantization: str | None = None
+    formats: Mapping[str, str] = MappingProxyType({})
+    weight_bytes: int
+    _load_tokenizer: TokenizerLoader | None
+
+    @abstractmethod
+    def tensor(self, name: str, dtype: torch.dtype) -> torch.Tensor:
+        """One tensor, fresh, contiguous, on the CPU, [out, in], dequantized. Raises `ModelError`."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Let go of the files. Idempotent."""
+
+    def names(self) -> frozenset[str]:
+        """The tensors that the model consists of."""
+        return frozenset(tensor_shapes(self.config))
+
+    def blocks(self, name: str) -> Bytes:
+        """A matrix of a GGUF file as it is stored, [out, bytes of a row], perhaps a read-only view."""
+        raise ModelError(f"{self.path}: tensor {name!r} is stored as plain numbers; read them with `tensor`.")
+
+    def tokenizer(self) -> Tokenizer:
+        """The folder's tokenizer, or the one named when it was opened. Raises `ModelError` when there is none."""
+        load = self._load_tokenizer
+        return load(self.config) if load else load_hf_tokenizer(self.path, self.config.eos_token_ids)
+
+    def plan(self, backend: AttentionBackend, dtype: str, against: str | None) -> WeightPlan:
+        """How the weights will be held; `against` says why none may stay in its blocks, None where they may."""
+        from pagedkv.models.weight_plan import plan_weights
+
+        return plan_weights(self.config, self.formats, backend, dtype, against)
+
+    def workspace(self, tokens: int, rows: int, dtype: str) -> int:
+        """Bytes that one step takes at most besides weights and cache."""
+        from pagedkv.models.native import workspace_bytes
+
+        return workspace_bytes(self.config, tokens, rows, dtype)
+
+    def decoder(
+        self, backend: AttentionBackend, dtype: str, plan: WeightPlan, max_model_len: int, progress: Progress | None
+    ) -> NativeDecoder:
+        """Read the weights."""
+        from pagedkv.models.native import NativeDecoder
+
+        return NativeDecoder.load(self, backend, dtype, progress=progress, max_model_len=max_model_len, plan=plan)
+
+
+class SafetensorsCheckpoint(Checkpoint):
     """A folder in Hugging Face layout."""
 
     format = "safetensors"
-    quantization: str | None = None
 
     def __init__(self, folder: Path, load_tokenizer: TokenizerLoader | None = None) -> None:
         self.path = _require_folder(folder)
@@ -235,10 +273,6 @@ class SafetensorsCheckpoint:
         self.weight_bytes = self._files.weight_bytes
         check_tensors(self.config, self._files.shapes, self._files.where, str(folder))
 
-    def names(self) -> frozenset[str]:
-        """The tensors that the model consists of."""
-        return frozenset(tensor_shapes(self.config))
-
     def tensor(self, name: str, dtype: torch.dtype) -> torch.Tensor:
         """A copy of the stored tensor in `dtype`."""
         source = self._files.tensor(name)
@@ -246,21 +280,15 @@ class SafetensorsCheckpoint:
         _check_range(converted, f"{self.path}: tensor {name!r}")
         return converted
 
-    def tokenizer(self) -> Tokenizer:
-        """The folder's tokenizer, or the one named when it was opened."""
-        load = self._load_tokenizer
-        return load(self.config) if load else load_hf_tokenizer(self.path, self.config.eos_token_ids)
-
     def close(self) -> None:
         """Let go of the files."""
         self._files.close()
 
 
-class DummyCheckpoint:
+class DummyCheckpoint(Checkpoint):
     """Random weights, the same in every run, for a folder that has only a config.json."""
 
     format = "dummy"
-    quantization: str | None = None
 
     def __init__(self, folder: Path, load_tokenizer: TokenizerLoader | None = None) -> None:
         self.path = _require_folder(folder)
@@ -270,10 +298,6 @@ class DummyCheckpoint:
         width = 4 if self.config.dtype == "fp32" else 2
         self.weight_bytes = width * sum(prod(shape) for shape in self._shapes.values())
         _log.warning("load_format='dummy': the weights are random, so the text will make no sense")
-
-    def names(self) -> frozenset[str]:
-        """The tensors that the model consists of."""
-        return frozenset(self._shapes)
 
     def tensor(self, name: str, dtype: torch.dtype) -> torch.Tensor:
         """Normal numbers of deviation 0.02; about 1 for norms. They depend on the name and nothing else."""
@@ -285,16 +309,11 @@ class DummyCheckpoint:
         values = torch.randn(self._shapes[name], generator=generator) * DUMMY_SCALE
         return (values + 1.0 if "norm" in name else values).to(dtype)
 
-    def tokenizer(self) -> Tokenizer:
-        """The folder's tokenizer, or the one named when it was opened."""
-        load = self._load_tokenizer
-        return load(self.config) if load else load_hf_tokenizer(self.path, self.config.eos_token_ids)
-
     def close(self) -> None:
         """Nothing is open."""
 
 
-class GgufCheckpoint:
+class GgufCheckpoint(Checkpoint):
     """A GGUF file, its tensors under their Hugging Face names and in Hugging Face's order of rows."""
 
     format = "gguf"
@@ -307,21 +326,25 @@ class GgufCheckpoint:
         self._tensors = GgufTensors(self._file, self.config)
         shapes = {name: place.shape for name, place in self._tensors.places.items()}
         check_tensors(self.config, shapes, dict.fromkeys(shapes, str(path)), str(path))
-        self._names = frozenset(tensor_shapes(self.config))
+        self.formats = self._tensors.formats(tensor_shapes(self.config))
         self.weight_bytes = self._tensors.nbytes
         self.quantization = main_type(self._file) if self.config.dtype is None else None
 
-    def names(self) -> frozenset[str]:
-        """The tensors that the model consists of."""
-        return self._names
-
     def tensor(self, name: str, dtype: torch.dtype) -> torch.Tensor:
         """The dequantized tensor in `dtype`."""
-        if name not in self._names:
-            raise ModelError(f"{self.path}: the model has no tensor {name!r}.")
+        self._check_name(name)
         tensor = self._tensors.read(name, dtype)
         _check_range(tensor, f"{self.path}: tensor {self._tensors.places[name].info.name!r}")
         return tensor
+
+    def blocks(self, name: str) -> Bytes:
+        """A matrix as it is stored but for the order of rows, which is Hugging Face's."""
+        self._check_name(name)
+        return self._tensors.blocks(name)
+
+    def _check_name(self, name: str) -> None:
+        if name not in self.formats:
+            raise ModelError(f"{self.path}: the model has no tensor {name!r}.")
 
     def tokenizer(self) -> Tokenizer:
         """The file's tokenizer, or the one named when it was opened."""

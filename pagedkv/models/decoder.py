@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
@@ -13,9 +13,13 @@ Attend = Callable[[int, "Tensor", "Tensor", "Tensor", "Tensor"], None]
 
 
 class Decoder(Protocol):
-    """A model with its weights. `nbytes` counts them. Not for two threads at once."""
+    """A model with its weights. Not for two threads at once.
+
+    `nbytes` counts the weights; `sinks` maps a layer to its learned sinks [Hq], for the backend to bind.
+    """
 
     nbytes: int
+    sinks: Mapping[int, Tensor]
 
     def forward(self, ids: Tensor, positions: Tensor, attend: Attend, rows: Tensor | None = None) -> Tensor:
         """Logits [n, V] in float32 of the tokens `rows` [n] (None: all T).

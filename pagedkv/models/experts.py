@@ -11,16 +11,16 @@ import torch
 from torch import Tensor
 
 from pagedkv.models.config import ExpertsConfig
-from pagedkv.models.packing import Packer, Projection
+from pagedkv.models.packing import Packer, Product
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class FeedForward:
     """down(activate(gate x, up x)): x [T, H] -> [T, H]."""
 
-    gate_up: Projection
+    gate_up: Product
     activate: Callable[..., Any]
-    down: Projection
+    down: Product
 
     def __call__(self, x: Tensor) -> Tensor:
         return self.down(self.activate(self.gate_up(x)))
@@ -34,7 +34,7 @@ class Experts:
     router's preference. With a `linear` that keeps a row's bits apart from other rows, so does this.
     """
 
-    router: Projection
+    router: Product
     experts: tuple[FeedForward, ...]
     per_token: int
     normalize: bool

@@ -298,7 +298,7 @@ def _read_tensor(cursor: _Cursor) -> TensorInfo:
     offset = cursor.u64(f"the offset of {name!r}")
     if 0 in dims or (kind.block_size and dims[0] % kind.block_size):
         raise cursor.fail(f"tensor {name!r} of type {kind.name} cannot have dimensions {dims}", at)
-    nbytes = prod(dims) // kind.block_size * kind.block_bytes if kind.block_size else 0
+    nbytes = kind.nbytes(prod(dims))
     return TensorInfo(name=name, shape=tuple(reversed(dims)), type=kind, offset=offset, nbytes=nbytes)
 
 

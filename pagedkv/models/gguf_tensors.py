@@ -5,7 +5,7 @@ Names and layouts: `gguf-py/gguf/constants.py` and `convert_hf_to_gguf.py` of ht
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -16,7 +16,7 @@ from pagedkv.models.config import ModelConfig
 from pagedkv.models.gguf import GgufFile, TensorInfo
 from pagedkv.models.gguf_rope import INTERLEAVED_ROPE, ROPE_TENSORS
 from pagedkv.models.tensor_shapes import Shape
-from pagedkv.ops.gguf_quants import CHUNK_WEIGHTS, Bytes, dequantize_into
+from pagedkv.ops.gguf_quants import Bytes, dequantized
 
 if TYPE_CHECKING:
     import torch
@@ -100,17 +100,27 @@ class GgufTensors:
         """Bytes of the tensors in the file."""
         return sum({place.info.name: place.info.nbytes for place in self.places.values()}.values())
 
+    def formats(self, names: Iterable[str]) -> dict[str, str]:
+        """The types in which the file holds these tensors."""
+        return {name: self.places[name].info.type.name for name in names}
+
     def read(self, name: str, dtype: torch.dtype) -> torch.Tensor:
         """The dequantized tensor in `dtype`."""
         place = self.places[name]
+        return dequantized(self._raw(place), place.info.type, place.shape, dtype)
+
+    def blocks(self, name: str) -> Bytes:
+        """A matrix as it is stored, in Hugging Face's order of rows: [N, bytes of a row], perhaps a read-only view."""
+        place = self.places[name]
+        return self._raw(place).reshape(place.shape[0], -1)
+
+    def _raw(self, place: Place) -> Bytes:
         raw = self._file.raw(place.info)
         if place.expert is not None:
             # Whole matrices, so whole rows, so whole quantization blocks.
             size = len(raw) // place.info.shape[0]
             raw = raw[place.expert * size : (place.expert + 1) * size]
-        if place.heads:
-            raw = _halves_from_pairs(raw, place.info, place.heads)
-        return _dequantize(raw, place, dtype)
+        return _halves_from_pairs(raw, place.info, place.heads) if place.heads else raw
 
 
 def _heads(name: str, config: ModelConfig) -> int:
@@ -118,24 +128,6 @@ def _heads(name: str, config: ModelConfig) -> int:
     if ".q_proj." in name:
         return config.num_heads
     return config.num_kv_heads if ".k_proj." in name else 0
-
-
-def _dequantize(raw: Bytes, place: Place, dtype: torch.dtype) -> torch.Tensor:
-    """The tensor in `dtype`, converted piece by piece so that no float32 copy of it exists beside the result."""
-    import torch
-
-    kind = place.info.type
-    result = torch.empty(place.shape, dtype=dtype)
-    if dtype == torch.float32:
-        dequantize_into(raw, kind, result.numpy())
-        return result
-    flat, piece = result.view(-1), torch.empty(CHUNK_WEIGHTS, dtype=torch.float32)
-    for start in range(0, flat.numel(), CHUNK_WEIGHTS):
-        size = min(CHUNK_WEIGHTS, flat.numel() - start)
-        at, end = (number // kind.block_size * kind.block_bytes for number in (start, start + size))
-        dequantize_into(raw[at:end], kind, piece[:size].numpy())
-        flat[start : start + size] = piece[:size]
-    return result
 
 
 def _halves_from_pairs(raw: Bytes, info: TensorInfo, num_heads: int) -> Bytes:

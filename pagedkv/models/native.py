@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,8 +14,9 @@ from torch import Tensor
 from pagedkv.api import AttentionBackend, OpSpec
 from pagedkv.models.config import ModelConfig, RopeConfig
 from pagedkv.models.experts import Experts, FeedForward, load_experts
-from pagedkv.models.packing import Packer, Progress, Projection, element_bytes, torch_dtype
+from pagedkv.models.packing import Packer, Product, Progress, element_bytes, torch_dtype
 from pagedkv.models.rope import RopeTable
+from pagedkv.models.weight_plan import WeightPlan
 from pagedkv.ops import resolve
 
 if TYPE_CHECKING:
@@ -32,10 +34,10 @@ class _Layer:
 
     rope: int | None
     input_norm: Tensor
-    qkv: Projection
+    qkv: Product
     q_norm: Tensor | None
     k_norm: Tensor | None
-    o: Projection
+    o: Product
     attention_out_norm: Tensor | None
     mlp_norm: Tensor
     mlp: FeedForward | Experts
@@ -46,7 +48,6 @@ class _Layer:
 class _Ops:
     """The ops without weights of their own, chosen once."""
 
-    embedding: Callable[..., Any]
     rms_norm: Callable[..., Any]
     add_rms_norm: Callable[..., Any]
     head_norm: Callable[..., Any]
@@ -58,6 +59,8 @@ class NativeDecoder:
 
     `nbytes` counts packed weights. Not for two threads at once: the array that attention writes to is kept and reused.
     """
+
+    sinks: Mapping[int, Tensor] = MappingProxyType({})
 
     def __init__(
         self,
@@ -72,10 +75,10 @@ class NativeDecoder:
         self._ops = _choose_ops(config, backend, dtype)
         self._ropes = [RopeTable(rope, max_position, backend.torch_device) for rope in _ropes(config)]
         self._layers = layers
-        self._embeddings = packer.plain("model.embed_tokens.weight")
+        self._embedding = packer.embedding()
         self._embedding_multiplier = _embedding_multiplier(config, dtype)
         self._final_norm = packer.norm("model.norm.weight")
-        self._head = packer.tied(self._embeddings) if config.tie_word_embeddings else packer.linear("lm_head")
+        self._head = packer.tied(self._embedding) if config.tie_word_embeddings else packer.linear("lm_head")
         self._heads = [config.num_heads, config.num_kv_heads, config.num_kv_heads]
         self._attended = torch.zeros(
             0, config.num_heads, config.head_dim, dtype=torch_dtype(dtype), device=backend.torch_device
@@ -91,13 +94,15 @@ class NativeDecoder:
         *,
         progress: Progress | None = None,
         max_model_len: int | None = None,
+        plan: WeightPlan | None = None,
     ) -> NativeDecoder:
         """Read, pack and drop one tensor after another; memory peaks at the packed model plus one layer's source.
 
-        `dtype` is "fp32", "bf16" or "fp16"; positions stay below `max_model_len` (None: the model's own limit).
+        `dtype` is "fp32", "bf16" or "fp16"; positions stay below `max_model_len` (None: the model's own limit); `plan`
+        says which weights stay in their blocks (None: all become numbers of `dtype`).
         Raises `ModelError` for a tensor that is missing, left over or misshapen.
         """
-        packer = Packer(checkpoint, backend, dtype, progress)
+        packer = Packer(checkpoint, backend, dtype, progress, plan)
         config = checkpoint.config
         max_position = max_model_len or config.max_position
         _log_longrope(config, max_position)
@@ -134,7 +139,7 @@ class NativeDecoder:
             table.reserve(positions)
 
     def _embedded(self, ids: Tensor) -> Tensor:
-        x: Tensor = self._ops.embedding(ids, self._embeddings)
+        x = self._embedding(ids)
         return x if self._embedding_multiplier == 1.0 else x.mul_(self._embedding_multiplier)
 
     def _joining(self, x: Tensor, norm: Tensor | None) -> Tensor:
@@ -238,7 +243,6 @@ def _choose_ops(config: ModelConfig, backend: AttentionBackend, dtype: str) -> _
     hidden = config.hidden_size
     norm = {"wide": True} if config.wide_norms else None
     return _Ops(
-        embedding=op("embedding", vocab=config.vocab_size, dim=hidden),
         rms_norm=op("rms_norm", norm, dim=hidden),
         add_rms_norm=op("add_rms_norm", norm, dim=hidden),
         head_norm=op("rms_norm", norm, dim=config.head_dim),

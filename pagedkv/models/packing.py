@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from pagedkv.api import AttentionBackend, OpSpec
 from pagedkv.api.errors import ConfigError, ModelError
-from pagedkv.models.tensor_shapes import check_tensors, tensor_shapes
+from pagedkv.api.torch import DTYPES
+from pagedkv.models.tensor_shapes import Shape, check_tensors, tensor_shapes
+from pagedkv.models.weight_plan import HEAD, TABLE, WeightPlan, format_spec
 from pagedkv.ops import Linear, resolve
 
 if TYPE_CHECKING:
@@ -20,19 +24,17 @@ if TYPE_CHECKING:
 Progress = Callable[[int, int], None]
 """Called with (tensors done, tensors in all)."""
 
-TORCH_DTYPES: Mapping[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-
 
 def torch_dtype(dtype: str) -> torch.dtype:
     """torch's name of "fp32", "bf16" or "fp16"; raises `ConfigError` for another."""
-    if dtype not in TORCH_DTYPES:
-        raise ConfigError(f"dtype {dtype!r} is not known to the decoder; it runs in {', '.join(TORCH_DTYPES)}")
-    return TORCH_DTYPES[dtype]
+    if dtype not in DTYPES:
+        raise ConfigError(f"dtype {dtype!r} is not known to the decoder; it runs in {', '.join(DTYPES)}")
+    return DTYPES[dtype]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Projection:
-    """A linear op with the weights it packed: x [T, K] -> [T, N]."""
+    """An op with the weights it packed: x [T, K] -> [T, N] of `linear`, ids [T] -> [T, D] of `embedding`."""
 
     op: Callable[..., Any]
     packed: Any
@@ -42,15 +44,37 @@ class Projection:
         return result
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class SideBySide:
+    """Projections of one input whose weights are of several formats, their outputs in a row: x [T, K] -> [T, N]."""
+
+    parts: tuple[Projection, ...]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return torch.cat([part(x) for part in self.parts], dim=-1)
+
+
+Product = Projection | SideBySide
+
+
 class Packer:
-    """Reads a checkpoint's tensors by name and packs them for a backend. `nbytes` counts what was kept so far."""
+    """Reads a checkpoint's tensors by name and packs them for a backend. `nbytes` counts what was kept so far.
+
+    What `plan` keeps in its blocks is packed as it lies in the file; without a plan everything is plain numbers.
+    """
 
     def __init__(
-        self, checkpoint: Checkpoint, backend: AttentionBackend, dtype: str, progress: Progress | None = None
+        self,
+        checkpoint: Checkpoint,
+        backend: AttentionBackend,
+        dtype: str,
+        progress: Progress | None = None,
+        plan: WeightPlan | None = None,
     ) -> None:
         self._checkpoint = checkpoint
         self._backend = backend
         self._dtype = dtype
+        self._packed = plan.packed if plan else {}
         self._torch_dtype = torch_dtype(dtype)
         self._shapes = tensor_shapes(checkpoint.config)
         # Names only: a tensor's shape is known, and checked, once it is read.
@@ -60,42 +84,69 @@ class Packer:
         self._done = 0
         self.nbytes = 0
 
-    def plain(self, name: str) -> Tensor:
-        """A table, kept as it is."""
-        return self._keep(self._read(name))
-
     def norm(self, name: str) -> Tensor:
         """The weight of a norm as it is multiplied with: in float32 where the family applies it before rounding."""
         config = self._checkpoint.config
         weight = self._read(name, torch.float32 if config.wide_norms else None)
-        return self._keep(weight + config.norm_offset if config.norm_offset else weight)
+        kept: Tensor = self._keep(weight + config.norm_offset if config.norm_offset else weight)
+        return kept
 
-    def _keep(self, tensor: Tensor) -> Tensor:
-        self.nbytes += tensor.nbytes
-        return tensor
+    def _keep(self, held: Any) -> Any:
+        self.nbytes += held.nbytes
+        return held
 
-    def linear(self, *names: str) -> Projection:
-        """The named projections, stacked along their outputs, as one packed linear."""
-        weights = [self._read(f"{name}.weight") for name in names]
-        biases = [self._read(f"{name}.bias") for name in names if f"{name}.bias" in self._shapes]
-        return self._pack(_stack(weights), _stack(biases) if biases else None)
+    def embedding(self) -> Projection:
+        """The embedding table, with the op that looks up its rows."""
+        kind, shape = self._packed.get(TABLE), self._shapes[TABLE]
+        if kind is None:
+            spec = OpSpec(dtype=self._dtype, dims={"vocab": shape[0], "dim": shape[1]})
+            return Projection(resolve(self._backend, "embedding", spec), self._keep(self._read(TABLE)))
+        op: Any = resolve(self._backend, "embedding", format_spec("embedding", kind, shape, self._dtype))
+        return Projection(op, self._keep(op.pack(self._blocks([TABLE]))))
 
-    def tied(self, table: Tensor) -> Projection:
-        """A head whose weights are the embedding table: shared with the reference op, else packed from a copy."""
-        op = self._linear_op(table)
-        if isinstance(op, Linear):
-            return Projection(op, op.pack(table))
-        return self._pack(table.clone(), None)
+    def linear(self, *names: str) -> Product:
+        """The named projections, stacked along their outputs: one packed linear where they are of one format."""
+        weights = [f"{name}.weight" for name in names]
+        parts = tuple(self._stacked(kind, list(run)) for kind, run in groupby(weights, self._packed.get))
+        return parts[0] if len(parts) == 1 else SideBySide(parts)
 
-    def _pack(self, weight: Tensor, bias: Tensor | None) -> Projection:
-        op = self._linear_op(weight)
-        packed = op.pack(weight, bias)
-        self.nbytes += packed.nbytes
-        return Projection(op, packed)
+    def tied(self, table: Projection) -> Projection:
+        """A head whose weights are the embedding table.
 
-    def _linear_op(self, weight: Tensor) -> Any:
-        n, k = weight.shape
-        return resolve(self._backend, "linear", OpSpec(dtype=self._dtype, dims={"n": n, "k": k}))
+        Shared where the table is in blocks, which `linear` reads as well, and with the reference op; else packed from
+        a copy.
+        """
+        kind, shape = self._packed.get(HEAD), self._shapes[TABLE]
+        op = self._linear_op(shape, kind)
+        if kind is None:
+            return (
+                Projection(op, op.pack(table.packed))
+                if isinstance(op, Linear)
+                else self._pack(op, table.packed.clone())
+            )
+        return Projection(op, table.packed) if TABLE in self._packed else self._pack(op, self._blocks([TABLE]))
+
+    def _stacked(self, kind: str | None, weights: Sequence[str]) -> Projection:
+        biases = [self._read(name) for weight in weights if (name := _bias_of(weight)) in self._shapes]
+        bias = _stack(biases) if biases else None
+        rows = sum(self._shapes[name][0] for name in weights)
+        op = self._linear_op((rows, self._shapes[weights[0]][1]), kind)
+        matrix = _stack([self._read(name) for name in weights]) if kind is None else self._blocks(weights)
+        return self._pack(op, matrix, bias)
+
+    def _pack(self, op: Any, weight: Tensor, bias: Tensor | None = None) -> Projection:
+        return Projection(op, self._keep(op.pack(weight, bias)))
+
+    def _linear_op(self, shape: Shape, kind: str | None) -> Any:
+        spec = OpSpec(dtype=self._dtype, dims={"n": shape[0], "k": shape[1]})
+        return resolve(self._backend, "linear", format_spec("linear", kind, shape, self._dtype) if kind else spec)
+
+    def _blocks(self, names: Sequence[str]) -> Tensor:
+        """Matrices as they lie in the file, one below the other: a copy, which an op may consume."""
+        blocks = np.concatenate([self._checkpoint.blocks(name) for name in names])
+        for _ in names:
+            self._count()
+        return torch.from_numpy(blocks).to(self._backend.torch_device)
 
     def _read(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
         tensor = self._checkpoint.tensor(name, dtype or self._torch_dtype)
@@ -106,9 +157,16 @@ class Packer:
             )
         if self._dtype == "fp16" and not bool(tensor.isfinite().all()):
             raise ModelError(f"tensor {name} exceeds the range of float16; choose dtype bfloat16 or float32")
+        self._count()
+        return tensor.to(self._backend.torch_device)
+
+    def _count(self) -> None:
         self._done += 1
         self._progress(self._done, len(self._shapes))
-        return tensor.to(self._backend.torch_device)
+
+
+def _bias_of(weight: str) -> str:
+    return f"{weight.removesuffix('weight')}bias"
 
 
 def _stack(tensors: list[Tensor]) -> Tensor:

@@ -21,11 +21,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
-from pagedkv.api.errors import ModelError
+from pagedkv.api.errors import ConfigError, ModelError
+
+if TYPE_CHECKING:
+    import torch
 
 Bytes = npt.NDArray[np.uint8]
 Floats = npt.NDArray[np.float32]
@@ -48,6 +52,10 @@ class TensorType:
         """Whether weights share a scale (or the type is one that cannot be read)."""
         return self.block_size != 1
 
+    def nbytes(self, numbers: int) -> int:
+        """Bytes of whole blocks that hold so many weights."""
+        return numbers // self.block_size * self.block_bytes if self.block_size else 0
+
 
 _READABLE: Mapping[int, TensorType] = {
     0: TensorType("F32", 1, 4),
@@ -69,12 +77,38 @@ _OTHERS: Mapping[int, str] = {
     40: "NVFP4", 41: "Q1_0",
 }  # fmt: skip
 
-READABLE_NAMES = tuple(kind.name for kind in _READABLE.values())
+_NAMED: Mapping[str, TensorType] = {kind.name: kind for kind in _READABLE.values()}
+READABLE_NAMES = tuple(_NAMED)
 
 
 def tensor_type(number: int) -> TensorType:
     """The type with this number in the file, also where it cannot be read."""
     return _READABLE.get(number) or TensorType(_OTHERS.get(number, f"type {number}"))
+
+
+def named_type(name: str) -> TensorType:
+    """The type of this name. Raises `ConfigError` for one that cannot be read."""
+    found = _NAMED.get(name)
+    if found is None:
+        raise ConfigError(f"weight format {name!r} is not known; those of GGUF files are {', '.join(READABLE_NAMES)}")
+    return found
+
+
+def dequantized(raw: Bytes, kind: TensorType, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """The tensor in `dtype`, converted piece by piece so that no float32 copy of it exists beside the result."""
+    import torch
+
+    result = torch.empty(shape, dtype=dtype)
+    if dtype == torch.float32:
+        dequantize_into(raw, kind, result.numpy())
+        return result
+    flat, piece = result.view(-1), torch.empty(CHUNK_WEIGHTS, dtype=torch.float32)
+    for start in range(0, flat.numel(), CHUNK_WEIGHTS):
+        size = min(CHUNK_WEIGHTS, flat.numel() - start)
+        at, end = (number // kind.block_size * kind.block_bytes for number in (start, start + size))
+        dequantize_into(raw[at:end], kind, piece[:size].numpy())
+        flat[start : start + size] = piece[:size]
+    return result
 
 
 def dequantize_into(raw: Bytes, kind: TensorType, out: Floats) -> None:

@@ -19,6 +19,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from pagedkv.api import OpSpec
+from pagedkv.api.torch import DTYPES
+from pagedkv.ops.gguf_quants import dequantized, named_type
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PackedLinear:
@@ -42,6 +46,45 @@ class Linear:
 
     def __call__(self, x: Tensor, packed: PackedLinear) -> Tensor:
         return F.linear(x, packed.weight, packed.bias)
+
+
+class FormatLinear(Linear):
+    """`linear` with the attribute format=F, a tensor type of GGUF: x times the dequantized weights. Dims: n, k.
+
+    An op may round each group of 32 entries of x to 8 bits under one scale; this one is exact. A row's bits depend on
+    the row alone where the backend promises batch invariance.
+    """
+
+    def __init__(self, spec: OpSpec) -> None:
+        self._spec = spec
+
+    def pack(self, blocks: Tensor, bias: Tensor | None = None) -> PackedLinear:
+        """Dequantize uint8 [N, K / block size * block bytes], the blocks as they lie in the file; bias [N] in dtype."""
+        return PackedLinear(weight=_dequantized(blocks, self._spec), bias=bias)
+
+
+class FormatEmbedding:
+    """`embedding` with the attribute format=F: exact rows of the dequantized table. Dims: vocab, dim.
+
+    What it packs, `linear` of the same format, dims and provider takes too: a tied head costs nothing more.
+    """
+
+    def __init__(self, spec: OpSpec) -> None:
+        self._spec = spec
+
+    def pack(self, blocks: Tensor) -> PackedLinear:
+        """Dequantize uint8 [V, D / block size * block bytes], the blocks as they lie in the file."""
+        return PackedLinear(weight=_dequantized(blocks, self._spec), bias=None)
+
+    def __call__(self, ids: Tensor, packed: PackedLinear) -> Tensor:
+        return embedding(ids, packed.weight)
+
+
+def _dequantized(blocks: Tensor, spec: OpSpec) -> Tensor:
+    kind = named_type(spec.attributes["format"])
+    shape = (len(blocks), blocks.shape[1] // kind.block_bytes * kind.block_size)
+    weight = dequantized(blocks.cpu().numpy().reshape(-1), kind, shape, DTYPES[spec.dtype])
+    return weight.to(blocks.device)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -122,3 +165,9 @@ REFERENCE: Mapping[str, Callable[..., Any]] = {
     "gelu_tanh_mul": gelu_tanh_mul,
     "embedding": embedding,
 }
+
+FORMATTED: Mapping[str, Callable[[OpSpec], Callable[..., Any]]] = {
+    "linear": FormatLinear,
+    "embedding": FormatEmbedding,
+}
+"""The ops that know the attribute "format"."""
