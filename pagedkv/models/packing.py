@@ -81,6 +81,7 @@ class Packer:
         present = {name: self._shapes.get(name, ()) for name in checkpoint.names()}
         check_tensors(checkpoint.config, present, {}, str(checkpoint.path))
         self._progress = progress or (lambda done, total: None)
+        self._linears: dict[tuple[Shape, str | None], Any] = {}
         self._done = 0
         self.nbytes = 0
 
@@ -138,8 +139,13 @@ class Packer:
         return Projection(op, self._keep(op.pack(weight, bias)))
 
     def _linear_op(self, shape: Shape, kind: str | None) -> Any:
-        spec = OpSpec(dtype=self._dtype, dims={"n": shape[0], "k": shape[1]})
-        return resolve(self._backend, "linear", format_spec("linear", kind, shape, self._dtype) if kind else spec)
+        """The linear op for weights [N, K], one object for all of a shape: a backend may keep scratch in it."""
+        key = (shape, kind)
+        if key not in self._linears:
+            plain = OpSpec(dtype=self._dtype, dims={"n": shape[0], "k": shape[1]})
+            spec = plain if kind is None else format_spec("linear", kind, shape, self._dtype)
+            self._linears[key] = resolve(self._backend, "linear", spec)
+        return self._linears[key]
 
     def _blocks(self, names: Sequence[str]) -> Tensor:
         """Matrices as they lie in the file, one below the other: a copy, which an op may consume."""

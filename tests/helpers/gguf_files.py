@@ -271,3 +271,57 @@ def tiny_tensors(seed: int = 0, layers: int = 3, vocab: int = VOCAB_SIZE) -> dic
     for index in range(layers):
         shapes |= {f"blk.{index}.{name}.weight": shape for name, shape in layer.items()}
     return {name: rng.standard_normal(shape, dtype=np.float32) for name, shape in shapes.items()}
+
+
+PACKED_KEYS: dict[str, Any] = ARCHITECTURE_KEYS | {
+    "block_count": 2,
+    "embedding_length": 64,
+    "feed_forward_length": 96,
+    "vocab_size": VOCAB_SIZE,
+}
+"""Sizes whose rows are whole blocks of 32."""
+
+
+def quantized_file(
+    path: Path,
+    kinds: Mapping[str, str],
+    *,
+    architecture: str = "llama",
+    tied: bool = True,
+    experts: int = 0,
+    seed: int = 0,
+) -> Path:
+    """A tiny model whose matrices have the type of the last key of `kinds` that their name contains ("": all).
+
+    The architecture qwen2 has biases of q, k and v; with `experts` the feed-forward is a mixture of so many.
+    """
+    rng = np.random.default_rng(seed)
+    layer = {"attn_q": (64, 64), "attn_k": (32, 64), "attn_v": (32, 64), "attn_output": (64, 64)}
+    if experts:
+        layer |= {"ffn_gate_inp": (experts, 64)}
+        layer |= {f"ffn_{name}_exps": (experts, 96, 64) for name in ("gate", "up")} | {
+            "ffn_down_exps": (experts, 64, 96)
+        }
+    else:
+        layer |= {"ffn_gate": (96, 64), "ffn_up": (96, 64), "ffn_down": (64, 96)}
+    shapes: dict[str, Sequence[int]] = {"token_embd.weight": (VOCAB_SIZE, 64)}
+    shapes |= {} if tied else {"output.weight": (VOCAB_SIZE, 64)}
+    shapes |= {f"blk.{index}.{name}.weight": shape for index in range(2) for name, shape in layer.items()}
+    tensors = {name: rng.standard_normal(shape, np.float32) * np.float32(0.2) for name, shape in shapes.items()}
+    types = {name: kind for name in tensors if (kind := _last_match(name, kinds)) != "F32" and "gate_inp" not in name}
+    norms = ["output_norm.weight", *(f"blk.{i}.{name}_norm.weight" for i in range(2) for name in ("attn", "ffn"))]
+    tensors |= {name: 1 + rng.standard_normal(64, np.float32) * np.float32(0.1) for name in norms}
+    if architecture == "qwen2":
+        sizes = {"q": 64, "k": 32, "v": 32}
+        tensors |= {
+            f"blk.{i}.attn_{name}.bias": rng.standard_normal(size, np.float32)
+            for i in range(2)
+            for name, size in sizes.items()
+        }
+    keys = PACKED_KEYS | byte_vocabulary() | ({"expert_count": experts, "expert_used_count": 2} if experts else {})
+    named = {name: gguf.GGMLQuantizationType[kind] for name, kind in types.items()}
+    return write_gguf(path, architecture, keys, tensors, named)
+
+
+def _last_match(name: str, kinds: Mapping[str, str]) -> str:
+    return [kind for part, kind in kinds.items() if part in name][-1]
