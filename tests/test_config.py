@@ -167,6 +167,15 @@ def test_what_is_not_built_is_refused_and_its_neutral_value_accepted(name: str, 
     assert config(**{name: neutral}) == config()
 
 
+@pytest.mark.parametrize("value", [None, "gguf", "none"])
+def test_quantization_is_one_that_is_known(value: str | None) -> None:
+    assert config(quantization=value).quantization == value
+    with pytest.raises(
+        ConfigError, match="quantization='int8' is not built yet: only gguf and none are known; leave it"
+    ):
+        config(quantization="int8")
+
+
 def test_the_backends_options_may_stand_beside_the_engines_with_a_line(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "pagedkv")
     assert claim_options(config(threads=3), ACCEPTED, "cpu") == {"threads": 3}

@@ -131,6 +131,12 @@ def test_what_the_model_needs_is_negotiated_before_weights_are_read(monkeypatch:
         LLM(bridged("gpt_oss"), **SETTINGS)
 
 
+def test_packed_weights_are_refused_before_weights_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(BridgedDecoder, "load", lambda *_, **__: pytest.fail("weights were read"))
+    with pytest.raises(ConfigError, match=r"quantization='gguf' keeps .*\(safetensors\) has none: leave it out"):
+        LLM(bridged("phi"), **SETTINGS, quantization="gguf")
+
+
 def test_random_weights_for_a_configuration_alone(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text((bridged("phi") / "config.json").read_text())
     texts = []
