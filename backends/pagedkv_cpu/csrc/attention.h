@@ -235,7 +235,7 @@ static void finish(const Tile& t, int n, const float* total, State all, void* ou
   for (int d = 0; d < layer.v_dim; d++) line[d] = total[d] * factor;
   const int64_t at = q.token * layer.q_heads + q.head;
   narrow(line, layer.dtype, layer.v_dim, static_cast<char*>(out) + at * layer.v_dim * size_of(layer.dtype));
-  if (lse) lse[at] = weight > 0 ? top + logf(weight) : -INFINITY;
+  if (lse) lse[at] = weight > 0 || weight != weight ? top + logf(weight) : -INFINITY;
 }
 
 static inline int splits_of(int context) { return (context + SPLIT - 1) / SPLIT; }

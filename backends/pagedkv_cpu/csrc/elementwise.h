@@ -58,8 +58,8 @@ static void rope(int64_t m, int32_t q_heads, int32_t kv_heads, int32_t rotary, f
 static inline vf gate_of(int kind, vf g) {
   vf u = -g;
   if (kind == 1) u = splat(-1.5957691216f) * g * (splat(1.0f) + splat(0.044715f) * g * g);
-  u = select(u > splat(88.0f), splat(88.0f), u);
-  return g / (splat(1.0f) + vexp(u));
+  const vi shut = u > splat(88.0f);  // further than vexp goes
+  return select(shut, vf{}, g / (splat(1.0f) + vexp(select(shut, vf{}, u))));
 }
 
 static void gated(int kind, int64_t m, int64_t dim, const float* x, float* out, int threads) {

@@ -22,16 +22,34 @@ static inline int group_bytes(int format) {
   return format == PKV_Q4_0 ? 32 + 256 : format == PKV_Q4_1 ? 64 + 256 : 32 + 512;
 }
 
-// One row of x: codes [k], scales e [k / 32] and e C [k / 32].
+// The largest size of one group. Sizes are compared by their bits: a NaN is larger than any number and is kept.
+static inline float largest_of(const float* x) {
+  vi top = vi{};
+  for (int i = 0; i < GROUP; i += W) {
+    const vf v = load(x + i);
+    const vi size = reinterpret_cast<const vi&>(v) & 0x7fffffff;
+    top = size > top ? size : top;
+  }
+  int32_t bits = 0;
+  for (int i = 0; i < W; i++) bits = top[i] > bits ? top[i] : bits;
+  float largest;
+  memcpy(&largest, &bits, 4);
+  return largest;
+}
+
+// One row of x: codes [k], scales e [k / 32] and e C [k / 32]. A group that is not finite has NaN for its scale, one
+// whose 1 / e would not be finite is zero.
 static inline void quantize(const float* x, int64_t k, int8_t* codes, float* scales, float* sums) {
   for (int64_t g = 0; g < k / GROUP; g++) {
     const float* from = x + g * GROUP;
-    vf top = vf{};
-    for (int i = 0; i < GROUP; i += W) {
-      vf v = load(from + i);
-      top = vmax(top, vmax(v, -v));
+    const float largest = largest_of(from);
+    if (!(largest < INFINITY)) {
+      memset(codes + g * GROUP, 0, GROUP);
+      scales[g] = sums[g] = NAN;
+      continue;
     }
-    float largest = highest(top), scale = largest / 127.0f, inverse = scale > 0 ? 127.0f / largest : 0.0f;
+    const bool tiny = largest < 1e-36f;
+    const float scale = tiny ? 0.0f : largest / 127.0f, inverse = tiny ? 0.0f : 127.0f / largest;
     int32_t total = 0;
     int32_t whole[GROUP];
     const vf rounder = splat(12582912.0f);
