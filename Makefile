@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: help demo test lint types bench compare certify support clean setup
+.PHONY: help demo test lint types bench compare certify support mutants clean setup
 help:  ## show the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
 
@@ -54,6 +54,9 @@ certify: $(VENV)/.dev  ## the conformance kit on our backends and the template: 
 support: $(VENV)/.dev  ## docs/support.md from docs/certificates
 	$(BIN)/python -m pagedkv.conformance.matrix docs/certificates/*.json > docs/support.md.new
 	mv docs/support.md.new docs/support.md
+
+mutants: $(VENV)/.dev  ## the whole conformance kit on every deliberately broken backend: by how many checks each is caught
+	OMP_NUM_THREADS=1 PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 $(BIN)/python -m tests.conformance.mutants.run --whole
 
 clean:  ## remove .venv and caches
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache build *.egg-info
