@@ -27,6 +27,18 @@ AVX512 = f"{AVX2} -mavx512f -mavx512bw -mavx512dq -mavx512vl -mprefer-vector-wid
 VARIANTS = {"generic": "", "avx2": AVX2, "avx512": AVX512, "avx512_vnni": f"{AVX512} -mavx512vnni"}
 
 
+def compile_commands(compiler: list[str], machine: str, work: Path) -> dict[Path, list[str]]:
+    """Object in `work` -> the command that compiles it, for `machine` as `platform.machine` names it."""
+    x86 = machine.lower() in ("x86_64", "amd64")
+    variants = VARIANTS if x86 else {"generic": VARIANTS["generic"]}
+    jobs = [("kernels.cpp", name, [*flags.split(), f"-DPKV_ISA={name}"]) for name, flags in variants.items()]
+    jobs.append(("dispatch.cpp", "dispatch", []))
+    return {
+        work / f"{name}.o": [*compiler, *FLAGS, *flags, "-c", str(SOURCES / source), "-o", str(work / f"{name}.o")]
+        for source, name, flags in jobs
+    }
+
+
 class BuildKernels(build_ext):
     """One object for each instruction set, linked into one library that chooses at run time."""
 
@@ -38,19 +50,11 @@ class BuildKernels(build_ext):
         work, target = Path(self.build_temp), Path(self.get_ext_fullpath(ext.name))
         for folder in (work, target.parent):
             folder.mkdir(parents=True, exist_ok=True)
-        x86 = platform.machine().lower() in ("x86_64", "amd64")
-        variants = VARIANTS if x86 else {"generic": VARIANTS["generic"]}
-        jobs = [("kernels.cpp", name, [*flags.split(), f"-DPKV_ISA={name}"]) for name, flags in variants.items()]
-        jobs.append(("dispatch.cpp", "dispatch", []))
-        commands = [
-            [*compiler, *FLAGS, *flags, "-c", str(SOURCES / source), "-o", str(work / f"{name}.o")]
-            for source, name, flags in jobs
-        ]
+        commands = compile_commands(compiler, platform.machine(), work)
         try:
             with ThreadPoolExecutor(os.cpu_count()) as pool:
-                list(pool.map(lambda command: subprocess.run(command, check=True), commands))
-            objects = [str(work / f"{name}.o") for _, name, _ in jobs]
-            subprocess.run([*compiler, "-shared", "-fopenmp", *objects, "-o", str(target)], check=True)
+                list(pool.map(lambda command: subprocess.run(command, check=True), commands.values()))
+            subprocess.run([*compiler, "-shared", "-fopenmp", *map(str, commands), "-o", str(target)], check=True)
         except (OSError, subprocess.CalledProcessError) as error:
             if os.environ.get("PAGEDKV_REQUIRE_KERNELS", "") not in ("", "0"):
                 raise
@@ -72,7 +76,8 @@ class AnyPython(bdist_wheel):
         return "py3", "none", super().get_tag()[2]
 
 
-setup(
-    ext_modules=[Extension("pagedkv_cpu._kernels", [], optional=True)],
-    cmdclass={"build_ext": BuildKernels, "bdist_wheel": AnyPython},
-)
+if __name__ == "__main__":
+    setup(
+        ext_modules=[Extension("pagedkv_cpu._kernels", [], optional=True)],
+        cmdclass={"build_ext": BuildKernels, "bdist_wheel": AnyPython},
+    )
