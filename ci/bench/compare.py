@@ -1,27 +1,29 @@
-"""pagedkv beside transformers, on the same machine, in the same minutes, on the same work.
+"""pagedkv beside other engines, on the same machine, in the same minutes, on the same work.
 
-    python ci/bench/compare.py demo                                  # float32, batch sizes 1,8,16,32
-    python ci/bench/compare.py demo --bf16                           # transformers in bfloat16 as well
-    python ci/bench/compare.py demo --batch-sizes 1,2 --input-len 16 --output-len 8 --rounds 1
-    python ci/bench/compare.py --host-costs                          # the core alone, no model
+    python ci/bench/compare.py demo                                       # all peers that have an environment
+    python ci/bench/compare.py demo --peers openvino,transformers:bfloat16 --batch-sizes 1,8 --rounds 3
+    python ci/bench/compare.py demo --input-len 512,2048,8160 --output-len 32 --batch-sizes 1,8   # long contexts
+    python ci/bench/compare.py llama-1b-random                            # a second shape, made up on the first call
+    python ci/bench/compare.py --host-costs                               # the core alone, no model
 
 The work is that of `pagedkv bench`: B requests at once, random prompts from a seed, greedy, a fixed number of tokens.
-transformers answers them with `generate`: a static batch, its default cache, the same weights (a GGUF file is
-dequantized for it). Every engine has a process of its own, which keeps its model loaded; only one of them computes at
-a time. Each is warmed up at each size; then rounds go over sizes and engines in turn, so that a slow moment of the
-machine hits all alike. Medians and spread are printed, with the ratio to each peer in the same round, and written as
-JSON with the machine described. The greedy tokens are compared too: `equal` is the share that stands before the first
-difference of each request (near ties between two tokens may fall either way, in bfloat16 more often).
+The prompts come from here, so every engine answers the same ones, with its prefix cache off. Every engine has a
+process of its own, which keeps its model loaded; only one computes at a time. Each is warmed up at each size; then
+rounds go over sizes and engines in turn, so that a slow moment of the machine hits all alike. Medians and spread are
+printed, with the ratio to each peer in the same round, and written as JSON with the machine described; a picture lies
+beside it. The greedy tokens are compared too: `equal` is the share that stands before the first difference of each
+request. Engines that round weights or activations differently part sooner, and near ties may fall either way.
 
-No new round begins after --time-limit. Needs the packages of the extra `dev`. Files: engines.py (one engine in its
-process), host_costs.py (the core's costs).
+An engine that is not there, does not start or ends is named with the reason, and the others go on. No new round begins
+after --time-limit. Needs the packages of the extra `dev`; `make peers` sets the peers up. Files: engines.py
+(processes), peers/ (one adapter an engine), models.py, rounds.py, table.py, plot.py, host_costs.py (the core's costs).
 """
 
 from __future__ import annotations
 
+import datetime
 import json
 import logging
-import os
 import statistics
 import subprocess
 import sys
@@ -32,172 +34,141 @@ from pathlib import Path
 from typing import Any
 
 import click
+from engines import Child, Engine, NotMeasured, start
 from host_costs import host_costs
+from models import ROOT, Model, find
+from plot import draw
+from rounds import Rounds, Size
+from table import tables
 
+from pagedkv.api.errors import PagedKVError
 from pagedkv.cli.bench import _batch_sizes
 from pagedkv.cli.machine import cores, machine
-from pagedkv.cli.standard_work import spread
+from pagedkv.cli.standard_work import Work, spread
 from pagedkv.cli.tables import print_table
 
-HERE = Path(__file__).resolve().parent
 _log = logging.getLogger("bench")
 
+PEERS = "llama_cpp,openvino,vllm,transformers"
+RESULTS = Path("bench-results/compare.json")
 
-class Child:
-    """An engine in its own process."""
 
-    def __init__(self, name: str, given: dict[str, Any]) -> None:
-        self.name = name
-        threads = str(given["threads"])
-        self._process = subprocess.Popen(
-            [sys.executable, str(HERE / "engines.py"), name, json.dumps(given)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "OMP_NUM_THREADS": threads, "HF_HUB_OFFLINE": "1", "PAGEDKV_LOG_LEVEL": "WARNING"},
-        )
-        self.facts = self._answer()
-
-    def __enter__(self) -> Child:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._process.stdin is not None:
-            self._process.stdin.close()
-        try:
-            self._process.wait(timeout=30)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-
-    def run(self, batch: int, number: int) -> dict[str, Any]:
-        """One run; number 0 is the warm-up."""
-        if self._process.stdin is None:
-            raise click.ClickException(f"{self.name} takes no jobs")
-        self._process.stdin.write(json.dumps({"batch": batch, "run": number}) + "\n")
-        self._process.stdin.flush()
-        return self._answer()
-
-    def _answer(self) -> dict[str, Any]:
-        line = self._process.stdout.readline() if self._process.stdout is not None else ""
-        if not line:
-            raise click.ClickException(f"{self.name} ended with code {self._process.wait()}, see its messages above")
-        answer: dict[str, Any] = json.loads(line)
-        return answer
+def _engine_names(text: str) -> tuple[Engine, ...]:
+    return tuple(Engine.of(name) for name in dict.fromkeys(part.strip() for part in text.split(",")) if name)
 
 
 @click.command(context_settings={"token_normalize_func": lambda token: token.replace("_", "-")})
 @click.argument("model", default="demo")
+@click.option("--peers", type=_engine_names, default=PEERS, show_default=True, help='"" for none.')
 @click.option("--batch-sizes", type=_batch_sizes, default="1,8,16,32", show_default=True)
-@click.option("--input-len", type=click.IntRange(min=1), default=128, show_default=True)
+@click.option("--input-len", "input_lens", type=_batch_sizes, default="128", show_default=True, help="One or several.")
 @click.option("--output-len", type=click.IntRange(min=1), default=128, show_default=True)
 @click.option("--rounds", type=click.IntRange(min=1), default=3, show_default=True)
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True)
 @click.option("--threads", type=click.IntRange(min=1), help="Of each engine; else the cores of this process.")
-@click.option("--bf16", is_flag=True, help="transformers in bfloat16 as well.")
-@click.option("--dtype", default="float32", show_default=True, help="Of pagedkv.")
-@click.option("--time-limit", type=float, default=1200.0, show_default=True, help="Seconds; no round begins later.")
+@click.option("--dtype", default="auto", show_default=True, help="Of pagedkv.")
+@click.option("--time-limit", type=float, default=7200.0, show_default=True, help="Seconds; no round begins later.")
 @click.option("--host-costs", "costs_only", is_flag=True, help="Measure the core's five host costs instead.")
-@click.option(
-    "--output", type=click.Path(dir_okay=False, path_type=Path), default=Path("bench.json"), show_default=True
-)
+@click.option("--output", type=click.Path(dir_okay=False, path_type=Path), default=RESULTS, show_default=True)
 def main(output: Path, costs_only: bool, **options: Any) -> None:
-    """Compare pagedkv with transformers, or measure the core's host costs."""
-    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
-    report = _costs() if costs_only else _compare(**options)
-    output.write_text(json.dumps({"machine": machine(), **report}, indent=1) + "\n", encoding="utf-8")
+    """Compare pagedkv with other engines, or measure the core's host costs."""
+    logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
+    _log.setLevel(logging.INFO)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        report = _costs() if costs_only else _compare(logs=output.parent, **options)
+    except (PagedKVError, NotMeasured) as error:
+        raise click.ClickException(str(error)) from error
+    described = {**machine(), "date": datetime.date.today().isoformat(), "commit": _commit()}
+    report = {"machine": described, **report}
+    output.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     _log.info("written to %s", output)
+    if not costs_only:
+        _show(report, output.with_suffix(".png"))
 
 
 def _compare(
     model: str,
+    peers: tuple[Engine, ...],
     batch_sizes: tuple[int, ...],
-    input_len: int,
+    input_lens: tuple[int, ...],
     output_len: int,
     rounds: int,
     seed: int,
     threads: int | None,
-    bf16: bool,
     dtype: str,
     time_limit: float,
+    logs: Path,
 ) -> dict[str, Any]:
-    work = {"input_len": input_len, "output_len": output_len, "seed": seed}
-    given = {"model": model, "threads": threads or cores(), "largest": max(batch_sizes), "work": work}
-    names = [f"pagedkv:{dtype}", "transformers:float32", *(["transformers:bfloat16"] if bf16 else [])]
+    found = find(model)
+    limits = _limits(found, max(batch_sizes), max(input_lens), output_len)
+    given = {"threads": threads or cores(), "limits": limits}
+    ours = Engine(name="pagedkv" if dtype == "auto" else f"pagedkv:{dtype}", kind="pagedkv", dtype=dtype)
+    prompt = Work(input_len=min(input_lens), output_len=1, seed=seed).prompts(found.vocab_size, 1, 0)[0]
+    sizes = [(input_len, batch) for input_len in input_lens for batch in batch_sizes]
     with ExitStack() as stack:
-        children = []
-        for name in names:
-            _log.info("loading %s", name)
-            children.append(stack.enter_context(Child(name, given)))
-        runs = _rounds(children, batch_sizes, rounds, time.monotonic() + time_limit)
-        facts = {child.name: child.facts for child in children}
-    rows = [_row(size, names, runs) for size in batch_sizes if runs[names[0], size]]
-    _show(names, rows)
-    return {**given, "rounds": rounds, "engines": facts, "rows": rows}
+        children, absent = _start(stack, [ours, *peers], found, given, prompt, logs)
+        measured = Rounds(children, sizes, output_len, found.vocab_size, seed)
+        measured.warm_up()
+        measured.measure(rounds, time.monotonic() + time_limit)
+    facts = {child.name: child.facts for child in children}
+    work = {"output_len": output_len, "seed": seed, "rounds": measured.done}
+    return {"model": model, **given, "work": work, **_rows(measured, sizes, facts, absent)}
 
 
-Runs = dict[tuple[str, int], list[dict[str, Any]]]
-
-
-def _rounds(children: Sequence[Child], sizes: Sequence[int], rounds: int, until: float) -> Runs:
-    """Warm up, then measure in turn; the engine that begins changes with every round."""
-    runs: Runs = {(child.name, size): [] for child in children for size in sizes}
-    for child in children:
-        for size in sizes:
-            child.run(size, 0)
-    for number in range(1, rounds + 1):
-        if number > 1 and time.monotonic() > until:
-            _log.warning("stopped after %d of %d rounds: the time limit is over", number - 1, rounds)
-            break
-        turn = number % len(children)
-        for size in sizes:
-            for child in (*children[turn:], *children[:turn]):
-                answer = child.run(size, number)
-                runs[child.name, size].append(answer)
-                speed = answer["tokens_per_second"]
-                _log.info("round %d, B=%d, %s: %.1f tokens/s", number, size, child.name, speed)
-    return runs
-
-
-def _row(size: int, names: Sequence[str], runs: Runs) -> dict[str, Any]:
-    """One batch size: the spread of each engine, and pagedkv's speed as a multiple of each peer's."""
-    speeds = {name: [run["tokens_per_second"] for run in runs[name, size]] for name in names}
-    ours, *peers = names
+def _rows(measured: Rounds, sizes: Sequence[Size], facts: dict[str, Any], absent: dict[str, str]) -> dict[str, Any]:
     return {
-        "batch_size": size,
-        "tokens_per_second": {name: spread(values) for name, values in speeds.items()},
-        "ratio": {
-            peer: statistics.median(a / b for a, b in zip(speeds[ours], speeds[peer], strict=True)) for peer in peers
-        },
-        "equal": {peer: agreement(runs[ours, size], runs[peer, size]) for peer in peers},
-        "runs": {name: [{k: v for k, v in run.items() if k != "tokens"} for run in runs[name, size]] for name in names},
+        "names": measured.names,
+        "engines": facts,
+        "not_measured": {**absent, **measured.failed},
+        "rows": [measured.row(size) for size in sizes],
     }
 
 
-def agreement(ours: Sequence[dict[str, Any]], theirs: Sequence[dict[str, Any]]) -> float:
-    """The share of tokens before the first difference of each request."""
-    same = total = 0
-    for mine, other in zip(ours, theirs, strict=True):
-        for a, b in zip(mine["tokens"], other["tokens"], strict=True):
-            differs = [i for i, (x, y) in enumerate(zip(a, b, strict=True)) if x != y]
-            same += differs[0] if differs else len(a)
-            total += len(a)
-    return same / total
+def _limits(model: Model, requests: int, input_len: int, output_len: int) -> dict[str, int]:
+    if input_len + output_len > model.max_tokens:
+        raise click.UsageError(
+            f"--input-len {input_len} + --output-len {output_len} are more than the model's own limit of "
+            f"{model.max_tokens} positions: the longest input is {model.max_tokens - output_len}"
+        )
+    return {"requests": requests, "tokens": input_len + output_len, "cache_numbers": model.cache_numbers}
 
 
-def _show(names: Sequence[str], rows: Sequence[dict[str, Any]]) -> None:
-    peers = names[1:]
-    columns = ["requests", *(f"{name} tokens/s" for name in names), *(f"x {p}" for p in peers), "equal tokens"]
-    print_table(columns, [[str(row["batch_size"]), *_cells(row, names)] for row in rows])
+def _start(
+    stack: ExitStack, engines: Sequence[Engine], model: Model, given: dict[str, Any], prompt: list[int], logs: Path
+) -> tuple[list[Child], dict[str, str]]:
+    """(what runs, why the others do not). Raises `NotMeasured` where pagedkv itself does not."""
+    children, absent = [], {}
+    for engine in engines:
+        try:
+            told = engine.given(model, given["threads"], given["limits"])
+            _log.info("loading %s", engine.name)
+            log = logs / f"{engine.name.replace(':', '-')}.log"
+            children.append(stack.enter_context(start(engine, told, prompt, log)))
+        except NotMeasured as why:
+            if engine.kind == "pagedkv":
+                raise
+            _log.warning("%s: not measured here: %s", engine.name, why)
+            absent[engine.name] = str(why)
+    return children, absent
 
 
-def _cells(row: dict[str, Any], names: Sequence[str]) -> list[str]:
-    speeds = [row["tokens_per_second"][name] for name in names]
-    return [
-        *(f"{s['median']:.1f} ({s['min']:.1f}..{s['max']:.1f})" for s in speeds),
-        *(f"{row['ratio'][peer]:.2f}" for peer in names[1:]),
-        ", ".join(f"{row['equal'][peer]:.0%}" for peer in names[1:]),
-    ]
+def _show(report: dict[str, Any], picture: Path) -> None:
+    for table in tables(report):
+        click.echo(f"\n{table.title}")
+        print_table(table.columns, table.rows)
+    try:
+        draw(report, picture)
+    except ImportError as error:
+        _log.warning("no picture: %s; pip install matplotlib, then ci/bench/plot.py draws it from the JSON", error)
+        return
+    _log.info("drawn to %s", picture)
+
+
+def _commit() -> str | None:
+    """The checkout's commit, with "+" behind it where files have changed since; None outside of one."""
+    told = subprocess.run(["git", "describe", "--always", "--dirty=+"], cwd=ROOT, capture_output=True, text=True)
+    return told.stdout.strip() or None
 
 
 def _costs() -> dict[str, Any]:

@@ -1,161 +1,190 @@
-"""One engine in a process of its own: reads jobs as JSON lines, answers each with a JSON line.
+"""The engines of a comparison, each in a process of its own that keeps its model loaded and computes when it is asked.
 
-    python ci/bench/engines.py ENGINE '{"model": ..., "threads": ..., "largest": ..., "work": {...}}'
-
-The first answer describes the engine. A job is {"batch": B, "run": n}; run 0 is a warm-up of a few tokens.
-Standard output carries answers only; whatever a library prints goes to standard error.
+A name is an engine with its dtype behind a colon: "pagedkv", "transformers:bfloat16". Without one, pagedkv chooses, and
+transformers and vLLM take bfloat16 where the processor multiplies it and float32 elsewhere; llama.cpp and OpenVINO
+compute as they please on the weights of the GGUF file.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import queue
+import signal
+import subprocess
 import sys
+import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-from pagedkv.cli.standard_work import Bench, Measured, Work
+import click
+from models import ROOT, Model
 
-WARM_UP_TOKENS = 4
-
-
-class Engine(Protocol):
-    """What the comparison needs of an engine."""
-
-    def facts(self) -> dict[str, Any]:
-        """Dtype, versions and the like."""
-
-    def run(self, batch: int, number: int) -> dict[str, Any]:
-        """{"seconds", "tokens" [batch, output_len], ...} of one run."""
+SCRIPTS = Path(__file__).resolve().parent / "peers"
+LOAD_SECONDS, JOB_SECONDS, END_SECONDS = 900.0, 3600.0, 30.0
+"""How long an engine may take to load, to answer a job, and to end."""
 
 
-class PagedKV:
-    """pagedkv through its own engine, as `pagedkv bench` measures it."""
-
-    def __init__(self, model: str, dtype: str, threads: int, largest: int, work: Work) -> None:
-        # Only the reference backend is compared here; the option is its own.
-        settings = {"dtype": dtype, "backend": "cpu", "backend_options": {"threads": threads}}
-        self._bench = Bench(model, work, largest, settings)
-
-    def facts(self) -> dict[str, Any]:
-        """What was chosen."""
-        from pagedkv.cli.machine import engine_facts
-
-        return engine_facts(self._bench.parts)
-
-    def run(self, batch: int, number: int) -> dict[str, Any]:
-        """One run; the engine stays."""
-        if number == 0:
-            self._bench.warm_up(batch)
-            return {}
-        return _as_answer(self._bench.run(batch, number))
+class NotMeasured(Exception):
+    """An engine that cannot be measured here; the text says why."""
 
 
-def _as_answer(measured: Measured) -> dict[str, Any]:
-    return {**measured.figures(), "tokens": measured.tokens}
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kind:
+    """An engine: whether it has an environment of its own, what it reads, and whether it takes a dtype."""
+
+    own_environment: bool = True
+    needs_gguf: bool = False
+    needs_folder: bool = False
+    takes_dtype: bool = True
 
 
-class Transformers:
-    """transformers' `generate`: one static batch, its default cache, no padding since all prompts are equally long."""
+KINDS = {
+    "pagedkv": Kind(own_environment=False),
+    "transformers": Kind(own_environment=False, needs_folder=True),
+    "vllm": Kind(needs_folder=True),
+    "llama_cpp": Kind(needs_gguf=True, takes_dtype=False),
+    "openvino": Kind(needs_gguf=True, takes_dtype=False),
+}
 
-    def __init__(self, model: str, dtype: str, threads: int, work: Work) -> None:
-        import torch
 
-        torch.set_num_threads(threads)
-        self._model = _load_peer(model, getattr(torch, dtype)).eval()
-        self._model.generation_config.eos_token_id = None  # an end token is a token like any other, as with ignore_eos
-        self._work = work
-        self._threads = threads
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Engine:
+    """An engine by name."""
 
-    def facts(self) -> dict[str, Any]:
-        """Versions, dtype and attention."""
-        import transformers
+    name: str
+    kind: str
+    dtype: str
 
-        return {
-            "transformers": transformers.__version__,
-            "dtype": str(self._model.dtype),
-            "attention": self._model.config._attn_implementation,
-            "threads": self._threads,
-        }
+    @classmethod
+    def of(cls, name: str) -> Engine:
+        """Read a name."""
+        kind, _, dtype = name.partition(":")
+        if kind not in KINDS:
+            raise click.BadParameter(f"{kind!r} is no engine; use {', '.join(KINDS)}, with a dtype behind a colon")
+        if dtype and not KINDS[kind].takes_dtype:
+            raise click.BadParameter(f"{name!r}: {kind} takes no dtype; leave {':' + dtype!r} out")
+        return cls(name=name, kind=kind, dtype=dtype or ("auto" if kind == "pagedkv" else native_dtype()))
 
-    def run(self, batch: int, number: int) -> dict[str, Any]:
-        """One run."""
-        import torch
+    @property
+    def python(self) -> Path:
+        """Its interpreter."""
+        if not KINDS[self.kind].own_environment:
+            return Path(sys.executable)
+        return ROOT / ".peers" / self.kind / "bin" / "python"
 
-        prompts = torch.tensor(self._work.prompts(self._model.config.vocab_size, batch, number))
-        count = self._work.output_len if number else min(WARM_UP_TOKENS, self._work.output_len)
-        began = time.perf_counter()
-        with torch.inference_mode():
-            output = self._model.generate(
-                prompts,
-                attention_mask=torch.ones_like(prompts),
-                do_sample=False,
-                min_new_tokens=count,
-                max_new_tokens=count,
-                pad_token_id=0,
+    def given(self, model: Model, threads: int, limits: Mapping[str, int]) -> dict[str, Any]:
+        """What its process is told. Raises `NotMeasured` where it has no environment or cannot read the model."""
+        kind = KINDS[self.kind]
+        if not self.python.exists():
+            raise NotMeasured(f"there is no environment; make one: bash ci/bench/peers/setup.sh {self.kind}")
+        if kind.needs_gguf and not model.is_gguf:
+            raise NotMeasured(f"{self.kind} reads GGUF files, and {model.name} is a folder")
+        folder = str(model.folder_in(self.dtype)) if kind.needs_folder else None
+        path = str(model.path) if kind.needs_gguf else model.name
+        return {"model": path, "folder": folder, "dtype": self.dtype, "threads": threads, "limits": dict(limits)}
+
+
+def native_dtype() -> str:
+    """bfloat16 where the processor has products in it."""
+    try:
+        words = set(Path("/proc/cpuinfo").read_text(errors="replace").split())
+    except OSError:  # only Linux has the file
+        words = set()
+    return "bfloat16" if words & {"avx512_bf16", "amx_bf16", "bf16"} else "float32"
+
+
+class Child:
+    """An engine in its own process. What it prints goes to the file `log`.
+
+    `facts`: what it says of itself, with "first_token_seconds", from the start of its process to the first token of
+    `prompt`. Raises `NotMeasured` when it does not start; so do its runs when it ends or gives no answer.
+    """
+
+    def __init__(self, name: str, command: Sequence[str], threads: int, prompt: list[int], log: Path) -> None:
+        self.name = name
+        self._log = log
+        began = time.monotonic()
+        with log.open("w") as output:
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=output,
+                text=True,
+                env={
+                    **os.environ,
+                    "OMP_NUM_THREADS": str(threads),
+                    "HF_HUB_OFFLINE": "1",
+                    "PAGEDKV_LOG_LEVEL": "INFO",
+                },
             )
-        seconds = time.perf_counter() - began
-        tokens = output[:, prompts.shape[1] :].tolist()
-        generated = sum(len(row) for row in tokens)
-        return {
-            "seconds": seconds,
-            "output_tokens": generated,
-            "tokens_per_second": generated / seconds,
-            "tokens": tokens,
-        }
+        self._lines: queue.Queue[str] = queue.Queue()
+        threading.Thread(target=self._read, daemon=True).start()
+        try:
+            loaded = self._answer(LOAD_SECONDS)
+            self.run([prompt], 1)
+        except BaseException:
+            self.close()
+            raise
+        self.facts = {"first_token_seconds": time.monotonic() - began, **loaded}
+
+    def __enter__(self) -> Child:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the process, by force if it does not end by itself."""
+        if self._process.stdin is not None and not self._process.stdin.closed:
+            self._process.stdin.close()
+        try:
+            self._process.wait(END_SECONDS if hasattr(self, "facts") else 0)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def run(self, prompts: Sequence[Sequence[int]], output_len: int) -> dict[str, Any]:
+        """Its answer: figures and tokens."""
+        if self._process.stdin is not None:
+            try:
+                self._process.stdin.write(json.dumps({"prompts": prompts, "output_len": output_len}) + "\n")
+                self._process.stdin.flush()
+            except BrokenPipeError:
+                pass  # it has ended: the answer says so, and why
+        return self._answer(JOB_SECONDS)
+
+    def _read(self) -> None:
+        for line in self._process.stdout or ():
+            self._lines.put(line)
+        self._lines.put("")
+
+    def _answer(self, seconds: float) -> dict[str, Any]:
+        try:
+            line = self._lines.get(timeout=seconds)
+        except queue.Empty:
+            raise NotMeasured(f"{self.name} gave no answer within {seconds:.0f} s, see {self._log}") from None
+        if not line:
+            raise NotMeasured(f"{self.name} {_ended(self._process.wait())}: {last_line(self._log)} (see {self._log})")
+        answer: dict[str, Any] = json.loads(line)
+        return answer
 
 
-def _load_peer(model: str, dtype: Any) -> Any:
-    """The model in transformers. A GGUF file is dequantized by pagedkv's reader, so that the weights are the same."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    from pagedkv.models.checkpoint import open_checkpoint
-
-    checkpoint = open_checkpoint(model)
-    path = Path(checkpoint.path)
-    if checkpoint.format != "gguf":
-        checkpoint.close()
-        return AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
-    peer = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path.parent, gguf_file=path.name), dtype=dtype)
-    weights = {name: checkpoint.tensor(name, dtype) for name in checkpoint.names()}
-    checkpoint.close()
-    missing, unexpected = peer.load_state_dict(weights, strict=False)
-    tied = {"lm_head.weight"} if peer.config.tie_word_embeddings else set()
-    if unexpected or set(missing) - tied:
-        raise SystemExit(f"{path} does not fit transformers' model: missing {missing}, unexpected {unexpected}")
-    peer.tie_weights()
-    return peer
+def start(engine: Engine, given: Mapping[str, Any], prompt: list[int], log: Path) -> Child:
+    """Start an engine's process, wait until it is loaded, and let it give one token."""
+    command = [str(engine.python), str(SCRIPTS / f"run_{engine.kind}.py"), json.dumps(given)]
+    return Child(engine.name, command, given["threads"], prompt, log)
 
 
-def make(name: str, model: str, threads: int, largest: int, work: Work) -> Engine:
-    """The engine called "pagedkv" or "transformers", with its dtype behind a colon."""
-    kind, _, dtype = name.partition(":")
-    if kind == "pagedkv":
-        return PagedKV(model, dtype or "float32", threads, largest, work)
-    if kind == "transformers":
-        return Transformers(model, dtype or "float32", threads, work)
-    raise SystemExit(f"{name!r} is no engine; use pagedkv or transformers, with :float32 or :bfloat16 behind")
+def _ended(code: int) -> str:
+    return f"ended with code {code}" if code >= 0 else f"was ended by {signal.Signals(-code).name}"
 
 
-def serve(engine: Engine, loaded: float, jobs: Iterable[str], answers: Any) -> None:
-    """Answer jobs until there are no more."""
-    print(json.dumps({"load_seconds": loaded, **engine.facts()}), file=answers, flush=True)
-    for line in jobs:
-        job = json.loads(line)
-        print(json.dumps(engine.run(job["batch"], job["run"])), file=answers, flush=True)
-
-
-def main() -> None:
-    """Entry point of the child process."""
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    sys.stdout = sys.stderr
-    began, given = time.perf_counter(), json.loads(sys.argv[2])
-    engine = make(sys.argv[1], given["model"], given["threads"], given["largest"], Work(**given["work"]))
-    serve(engine, time.perf_counter() - began, sys.stdin, answers)
-
-
-if __name__ == "__main__":
-    main()
+def last_line(log: Path) -> str:
+    """The last line with something on it."""
+    lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    return lines[-1] if lines else "it said nothing"

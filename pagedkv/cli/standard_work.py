@@ -127,13 +127,14 @@ class Bench:
 
     def warm_up(self, batch: int) -> None:
         """A short run at this batch size, so that what is prepared once is not measured."""
-        self._run(self.work.prompts(self.parts.vocab_size, batch, 0), min(_WARM_UP_TOKENS, self.work.output_len))
+        self.measure(self.work.prompts(self.parts.vocab_size, batch, 0), min(_WARM_UP_TOKENS, self.work.output_len))
 
     def run(self, batch: int, number: int) -> Measured:
         """Run `number` (from 1 on) at this batch size."""
-        return self._run(self.work.prompts(self.parts.vocab_size, batch, number), self.work.output_len)
+        return self.measure(self.work.prompts(self.parts.vocab_size, batch, number), self.work.output_len)
 
-    def _run(self, prompts: Sequence[list[int]], output_len: int) -> Measured:
+    def measure(self, prompts: Sequence[list[int]], output_len: int) -> Measured:
+        """Answer these prompts, all given at once, with so many tokens each."""
         engine, scheduler = self._engine, self.parts.scheduler
         params = SamplingParams(temperature=0.0, max_tokens=output_len, ignore_eos=True, detokenize=False)
         ready = [engine.prepare(prompt, params) for prompt in prompts]
