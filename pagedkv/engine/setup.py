@@ -13,11 +13,13 @@ from pagedkv.api import (
     GroupSpec,
     LayerSpec,
     Limits,
+    OpSpec,
     PoolSpec,
+    UnsupportedError,
 )
 from pagedkv.api.errors import ConfigError
 from pagedkv.config import DTYPES, EngineConfig, claim_options, show_bytes
-from pagedkv.core.negotiation import Choice, Requirements, negotiate
+from pagedkv.core.negotiation import BATCH_INVARIANT, Choice, Requirements, negotiate
 from pagedkv.core.scheduler import MAX_SCORED, Scheduler, SchedulerConfig
 from pagedkv.engine.memory import MemoryPlan, MemoryRequest, plan_memory, read_memory
 from pagedkv.engine.quantization import against_packing, check_packing, describe, name_of, weights_note
@@ -27,6 +29,7 @@ from pagedkv.models.checkpoint import Checkpoint, open_checkpoint
 from pagedkv.models.config import ModelConfig
 from pagedkv.models.tokenizer import Tokenizer
 from pagedkv.models.weight_plan import WeightPlan
+from pagedkv.ops import Linear, resolve
 
 _log = logging.getLogger("pagedkv.engine")
 
@@ -106,7 +109,9 @@ def _load(
     max_model_len: int,
     progress: Progress | None,
 ) -> Parts:
-    choice = negotiate(backend.capabilities(), requirements, backend=selected.name)
+    choice = _only_promised(
+        negotiate(backend.capabilities(), requirements, backend=selected.name), config, backend, selected.name
+    )
     for note in choice.notes:
         _log.info("%s", note)
     if isinstance(checkpoint.config, BridgedConfig):
@@ -138,6 +143,19 @@ def _load(
         end_ids=_end_ids(checkpoint, tokenizer),
         vocab_size=checkpoint.config.vocab_size,
     )
+
+
+def _only_promised(choice: Choice, config: EngineConfig, backend: AttentionBackend, name: str) -> Choice:
+    """Without batch invariance where nobody keeps it: torch's own product, the reference, depends on the batch."""
+    own = resolve(backend, "linear", OpSpec(dtype=choice.dtype, dims={"n": 64, "k": 64}))
+    if BATCH_INVARIANT not in choice.features or not isinstance(own, Linear):
+        return choice
+    why = f"backend {name} has no linear op of its own here, and torch's product depends on the batch"
+    if config.batch_invariant:
+        raise UnsupportedError(f"batch_invariant=True cannot be kept: {why}; leave it unset, or choose another backend")
+    notes = [note for note in choice.notes if not note.startswith(BATCH_INVARIANT)]
+    kept = choice.features - {BATCH_INVARIANT}
+    return dataclasses.replace(choice, features=kept, notes=(*notes, f"{BATCH_INVARIANT} False: {why}"))
 
 
 def _weights(

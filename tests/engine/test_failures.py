@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from pagedkv import LLM
-from pagedkv.errors import DeviceError, EngineDead, OutOfDeviceMemory
+from pagedkv.errors import DeviceError, EngineDead, OutOfDeviceMemory, UnsupportedError
+from pagedkv_cpu.backend import CpuBackend
 from tests.helpers.engine_rig import (
     SETTINGS,
     drained,
@@ -205,3 +206,16 @@ def test_logits_that_are_no_numbers_end_one_request_only(
             "nobody finds blocks behind unusable logits"
         )
         assert llm.engine.stats.output_tokens == 6 + after + 6 + 18, "only tokens that came are counted"
+
+
+def test_batch_invariance_is_not_promised_where_nobody_has_a_product_that_keeps_it(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(CpuBackend, "op", lambda self, name, spec: None)
+    caplog.set_level("INFO", "pagedkv")
+    with engine() as llm:
+        assert "batch_invariant" not in llm.engine.parts.choice.features
+    assert "batch_invariant False: backend cpu has no linear op of its own" in caplog.text
+    assert "batch-invariant results off" in caplog.text
+    with pytest.raises(UnsupportedError, match="batch_invariant=True cannot be kept"):
+        engine(batch_invariant=True)
