@@ -116,6 +116,19 @@ def test_scale_is_the_layers(kit: Kit, scale: float) -> None:
     agree(kit, rig, [*written(rig, rig.block_size + 1), *prefills(rig, 3)], "head_dim ** -0.5 was used instead")
 
 
+@pytest.mark.law("softmax: scores far above or below zero neither overflow nor vanish")
+@pytest.mark.parametrize("score", [300.0, -300.0])
+def test_scores_far_from_zero(kit: Kit, score: float) -> None:
+    """All scores are equal, so that the result is a plain mean and no rounding of the scores shows."""
+    rig = kit.rig()
+    layer = rig.layer()
+    rows = prefills(rig, rig.block_size + 1, 3)
+    for seq, *_ in rows:
+        q, k, v = seq.qkv(layer)
+        seq.give(layer, torch.full_like(q, score / (layer.scale * layer.k_dim)), torch.ones_like(k), v)
+    agree(kit, rig, rows, "take the largest score off before the exponential")
+
+
 # -- features of a layer -----------------------------------------------------------------------------------------------
 
 

@@ -139,6 +139,20 @@ def test_import_elsewhere(kit: Kit, where: str) -> None:
         kit.check(target, target.step(row, layer=layer.index, write=False), source.expected(row, layer=layer.index))
 
 
+@pytest.mark.law("canonical_kv: the data may be overwritten once import_ returns")
+def test_data_overwritten(kit: Kit) -> None:
+    rig = kit.rig(*_layers(kit))
+    old, new = (rig.sequence(rig.block_size) for _ in range(2))
+    for seq in (old, new):
+        rig.write(seq, 0, seq.length)
+    data = np.frombuffer(_export(rig, new.blocks, [new.length]), np.uint8).copy()
+    event = _extension(rig).import_(rig.pool, rig.group_index, *_arrays(old.blocks, [old.length]), data)
+    data[:] = 0xAA
+    rig.backend.wait(event)
+    got, wanted = _export(rig, old.blocks, [old.length]), _expected(rig, new, new.length)
+    assert got == wanted, f"the import read its data after it had returned: {_difference(got, wanted)}"
+
+
 def _other_size(kit: Kit) -> int:
     """Another accepted block size, the same one if there is no other."""
     return next((n for n in range(1, 257) if n != kit.block_size and accepts(kit.can.block_sizes, n)), kit.block_size)
