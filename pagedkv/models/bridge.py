@@ -490,13 +490,13 @@ class BridgedCheckpoint:
 class BridgedDecoder:
     """A model of transformers over a paged cache, with the surface of `NativeDecoder`. Make one with `load`.
 
-    `nbytes` counts parameters and buffers; `sinks` maps a layer to its learned sinks [Hq], for the backend to bind.
-    Not for two threads at once.
+    `nbytes` counts parameters and buffers, all of which a step is taken to read; `sinks` maps a layer to its learned
+    sinks [Hq], for the backend to bind. Not for two threads at once.
     """
 
     def __init__(self, config: BridgedConfig, model: Any) -> None:
         self.config = config
-        self.nbytes = sum(t.nbytes for t in [*model.parameters(), *model.buffers()])
+        self.nbytes = self.bytes_per_step = sum(t.nbytes for t in [*model.parameters(), *model.buffers()])
         self._model = model
         self._port = _connect(model)
         self._port.specs = config.layers

@@ -15,10 +15,12 @@ Attend = Callable[[int, "Tensor", "Tensor", "Tensor", "Tensor"], None]
 class Decoder(Protocol):
     """A model with its weights. Not for two threads at once.
 
-    `nbytes` counts the weights; `sinks` maps a layer to its learned sinks [Hq], for the backend to bind.
+    `nbytes` counts the weights, `bytes_per_step` those of them that a step reads, at most; `sinks` maps a layer to its
+    learned sinks [Hq], for the backend to bind.
     """
 
     nbytes: int
+    bytes_per_step: int
     sinks: Mapping[int, Tensor]
 
     def forward(self, ids: Tensor, positions: Tensor, attend: Attend, rows: Tensor | None = None) -> Tensor:

@@ -78,12 +78,15 @@ class NativeDecoder:
         self._embedding = packer.embedding()
         self._embedding_multiplier = _embedding_multiplier(config, dtype)
         self._final_norm = packer.norm("model.norm.weight")
+        before = packer.nbytes
         self._head = packer.tied(self._embedding) if config.tie_word_embeddings else packer.linear("lm_head")
         self._heads = [config.num_heads, config.num_kv_heads, config.num_kv_heads]
         self._attended = torch.zeros(
             0, config.num_heads, config.head_dim, dtype=torch_dtype(dtype), device=backend.torch_device
         )
         self.nbytes = packer.nbytes
+        # With a head of its own the table is only looked up in.
+        self.bytes_per_step = self.nbytes - (self._embedding.packed.nbytes if self.nbytes > before else 0)
 
     @classmethod
     def load(

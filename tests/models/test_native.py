@@ -134,6 +134,12 @@ def test_bytes_are_those_of_the_weights_and_a_tied_head_counts_once(tmp_path: Pa
         assert NativeDecoder.load(checkpoint, OpsOnlyBackend(), "bf16").nbytes == sum(t.nbytes for t in tensors) // 2
 
 
+@pytest.mark.parametrize(("family", "looked_up"), [("llama", 320 * 48 * 4), ("llama_tied", 0)])
+def test_a_step_reads_all_but_a_table_that_is_only_looked_up_in(tmp_path: Path, family: str, looked_up: int) -> None:
+    model = NativeDecoder.load(StateCheckpoint.open(tiny_model(tmp_path, family)), OpsOnlyBackend(), "fp32")
+    assert model.nbytes - model.bytes_per_step == looked_up
+
+
 def test_a_tied_head_survives_an_op_that_consumes_its_weights(tmp_path: Path) -> None:
     """`pack` may destroy what it is given; the embedding table must not be it."""
 
@@ -152,6 +158,7 @@ def test_a_tied_head_survives_an_op_that_consumes_its_weights(tmp_path: Path) ->
     backend = OpsOnlyBackend({"linear": Consuming()})
     model = NativeDecoder.load(StateCheckpoint.open(folder), backend, "fp32")
     torch.testing.assert_close(_forward(model, ids), hf_logits(folder, ids), atol=1e-4, rtol=1e-4)
+    assert model.nbytes - model.bytes_per_step == 320 * 48 * 4, "the head has a copy of the table"
     shapes = {tuple(spec.dims.items()) for name, spec in backend.asked if name == "linear"}
     assert (("n", 96), ("k", 48)) in shapes, "q, k and v are one product"
     assert (("n", 160), ("k", 48)) in shapes, "gate and up are one product"
