@@ -42,6 +42,9 @@ _COUNT = click.IntRange(min=1)
 @click.option("--output-len", type=_COUNT, default=128, show_default=True, metavar="N", help="Tokens of an answer.")
 @click.option("--repeats", type=_COUNT, default=3, show_default=True, metavar="N", help="Measured rounds.")
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, metavar="N", help="Of the prompts.")
+@click.option(
+    "--floor", "with_floor", is_flag=True, help="Measure how fast memory is read; show the least time between tokens."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object a batch size instead of a table.")
 @click.option(
     "--output",
@@ -57,6 +60,7 @@ def bench(
     output_len: int,
     repeats: int,
     seed: int,
+    with_floor: bool,
     as_json: bool,
     output: Path | None,
     settings: dict[str, Any],
@@ -68,6 +72,9 @@ def bench(
     are measured; the table shows medians over the rounds, with the least and the most for the speed. The times between
     tokens are those of each request. Every run has prompts of its own, and prefix caching is off unless it is switched
     on. The cache is made for the work, unless an option says otherwise.
+
+    With --floor, each time between tokens stands beside its floor: the bytes of weights and cached keys and values
+    that a decode step must read, over the speed at which a plain sum over a large array reads memory here.
 
     \b
     pagedkv bench demo
@@ -82,7 +89,8 @@ def bench(
     with loading_bar() as progress:
         made = Bench(model, work, max(batch_sizes), named, progress)
     with made:
-        rows = _rows(made, _measure(made, batch_sizes, repeats))
+        bandwidth = _bandwidth(made) if with_floor else None
+        rows = _rows(made, _measure(made, batch_sizes, repeats), bandwidth)
     lines = [json.dumps(row) for row in rows]
     if as_json:
         click.echo("\n".join(lines))
@@ -109,13 +117,21 @@ def _measure(bench: Bench, sizes: Sequence[int], repeats: int) -> dict[int, list
     return runs
 
 
-def _rows(bench: Bench, runs: Mapping[int, Sequence[Measured]]) -> list[dict[str, Any]]:
+def _bandwidth(bench: Bench) -> float:
+    from pagedkv.cli.floor import read_bandwidth
+
+    return read_bandwidth(bench.parts.runner.backend)
+
+
+def _rows(bench: Bench, runs: Mapping[int, Sequence[Measured]], bandwidth: float | None) -> list[dict[str, Any]]:
     from pagedkv.cli.machine import engine_facts, machine
 
     described = {**machine(), **engine_facts(bench.parts)}
     _log.info("%s", ", ".join(f"{name} {value}" for name, value in described.items()))
     rows = [{**_row(bench, size, measured), "machine": described} for size, measured in runs.items()]
     for row in rows:
+        if bandwidth is not None:
+            row["floor"] = _floor(bench, row, bandwidth)
         if row["peak_running"] < row["batch_size"]:
             _log.warning(
                 "only %d of %d requests ran at the same time: give the cache more blocks (--kv-cache-memory)",
@@ -151,6 +167,14 @@ def _row(bench: Bench, size: int, runs: Sequence[Measured]) -> dict[str, Any]:
     }
 
 
+def _floor(bench: Bench, row: Mapping[str, Any], bandwidth: float) -> dict[str, Any]:
+    from pagedkv.cli.floor import floor
+
+    between = row["time_between_tokens_p50"]
+    least = floor(bench.parts, row["batch_size"], row["input_len"], row["output_len"], bandwidth)
+    return least.figures(None if between is None else between["median"])
+
+
 def _show(rows: Sequence[Mapping[str, Any]]) -> None:
     columns = (
         "requests",
@@ -159,6 +183,7 @@ def _show(rows: Sequence[Mapping[str, Any]]) -> None:
         "first token",
         "between p50",
         "p99",
+        *(["floor"] if "floor" in rows[0] else []),
         "cache used",
         "pool with scratch",
     )
@@ -175,9 +200,15 @@ def _cells(row: Mapping[str, Any]) -> list[str]:
             _milliseconds(row[f"time_{name}"])
             for name in ("to_first_token", "between_tokens_p50", "between_tokens_p99")
         ),
+        *([_floor_cell(row["floor"])] if "floor" in row else []),
         *(f"{cache[f'{part}_blocks']} blocks, {show_bytes(cache[f'{part}_bytes'])}" for part in ("peak", "pool")),
     ]
 
 
 def _milliseconds(seconds: Mapping[str, float] | None) -> str:
     return "-" if seconds is None else f"{seconds['median'] * 1000:.1f} ms"
+
+
+def _floor_cell(floor: Mapping[str, Any]) -> str:
+    share = "" if floor["achieved"] is None else f" ({floor['achieved']:.0%} of p50)"
+    return f"{floor['seconds'] * 1000:.1f} ms{share}"
