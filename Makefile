@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: help demo test lint types bench compare certify support mutants clean setup
+.PHONY: help demo test lint types bench compare eval certify support mutants clean setup
 help:  ## show the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
 
@@ -42,6 +42,9 @@ bench: $(VENV)/.demo  ## the standard work on the demo model
 compare: $(VENV)/.dev  ## the standard work beside transformers, interleaved, about ten minutes; and the core's host costs
 	$(BIN)/python ci/bench/compare.py --host-costs
 	$(BIN)/python ci/bench/compare.py demo
+
+eval: $(VENV)/.demo  ## the demo model's perplexity with packed weights beside float32, on 20,000 tokens of text
+	$(BIN)/python ci/eval.py demo
 
 certify: $(VENV)/.dev  ## the conformance kit on our backends and the template: docs/certificates, docs/support.md
 	rm -rf build/template

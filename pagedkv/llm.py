@@ -34,7 +34,9 @@ class LLM:
             print(output.outputs[0].text)
 
     `model` is a folder in Hugging Face layout, a .gguf file, a hub id, or "demo". The other settings are those of
-    `pagedkv.config.EngineConfig`. Raises `ConfigError`, `ModelError`, `BackendError` or `OutOfDeviceMemory`.
+    `pagedkv.config.EngineConfig`; a .gguf file's weights stay packed where the backend multiplies them so, unless
+    `dtype` or `quantization="none"` says otherwise. Raises `ConfigError`, `ModelError`, `BackendError` or
+    `OutOfDeviceMemory`.
     """
 
     def __init__(self, model: str | os.PathLike[str], **settings: Any) -> None:

@@ -61,10 +61,15 @@ def collect(statuses: list[Status], chosen: str | None, why: str) -> dict[str, A
         "platform": f"{platform.platform()} {platform.machine()}",
         "packages": _packages(),
         "environment": _environment(),
-        "backends": [{**as_record(status), "diagnose": dict(status.diagnose)} for status in statuses],
+        "backends": [_backend(status) for status in statuses],
         "choice": {"backend": chosen, "why": why},
         "verified": [{"backend": name, "hardware": where, "how": how} for name, where, how in VERIFIED],
     }
+
+
+def _backend(status: Status) -> dict[str, Any]:
+    formats = sorted(status.offer.weight_formats) if status.offer else []
+    return {**as_record(status), "weight_formats": formats, "diagnose": dict(status.diagnose)}
 
 
 def _packages() -> dict[str, str]:
@@ -94,10 +99,11 @@ def _show(report: dict[str, Any], statuses: list[Status]) -> None:
     print_table(pairs, list(report["environment"].items()) or [("no PAGEDKV_* variable is set", "")])
     click.echo("\nbackends")
     show(statuses)
-    for status in statuses:
-        if status.diagnose:
+    for status, record in zip(statuses, report["backends"], strict=True):
+        packed = {"packed weights": ", ".join(record["weight_formats"])} if record["weight_formats"] else {}
+        if said := {**status.diagnose, **packed}:
             click.echo(f"\n{status.name} says")
-            print_table(pairs, list(status.diagnose.items()))
+            print_table(pairs, list(said.items()))
     click.echo("\nverified so far")
     print_table(("backend", "hardware", "how"), VERIFIED)
     choice = report["choice"]

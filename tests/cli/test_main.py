@@ -216,7 +216,7 @@ def test_doctor_reports_what_a_bug_report_needs(run, fake, monkeypatch):
     assert report["packages"]["torch"] and report["packages"]["pagedkv-fake"] == "1.5"
     assert report["environment"] == {"PAGEDKV_NOSUCH": "x (unknown, has no effect)"}
     (row,) = [row for row in report["backends"] if row["name"] == "fake"]
-    assert row["diagnose"] == {"driver": "7.1"}
+    assert (row["diagnose"], row["weight_formats"]) == ({"driver": "7.1"}, [])
     assert [entry["backend"] for entry in report["verified"]] == ["cpu"]
 
 
