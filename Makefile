@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: help demo test lint types bench compare eval certify support mutants clean setup
+.PHONY: help demo test lint types bench peers compare eval certify support mutants clean setup
 help:  ## show the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
 
@@ -36,11 +36,14 @@ lint: $(VENV)/.dev  ## ruff: rules and format
 types: $(VENV)/.dev  ## mypy, strict on the contract, the core and the plugin loader
 	$(BIN)/mypy
 
-bench: $(VENV)/.demo  ## the standard work on the demo model
-	$(BIN)/pagedkv bench demo --batch-sizes 1,8,16,32 --input-len 128 --output-len 128
+bench: $(VENV)/.demo  ## the standard work on the demo model, beside the floor that memory sets
+	$(BIN)/pagedkv bench demo --batch-sizes 1,8,16,32 --input-len 128 --output-len 128 --floor
 
-compare: $(VENV)/.dev  ## the standard work beside transformers, interleaved, about ten minutes; and the core's host costs
-	$(BIN)/python ci/bench/compare.py --host-costs
+peers:  ## environments for the engines that `compare` measures, under .peers; llama.cpp is built from source
+	PYTHON=$(PYTHON) bash ci/bench/peers/setup.sh
+
+compare: $(VENV)/.dev  ## the standard work beside every peer that is set up, interleaved; and the core's host costs
+	$(BIN)/python ci/bench/compare.py --host-costs --output bench-results/host-costs.json
 	$(BIN)/python ci/bench/compare.py demo
 
 eval: $(VENV)/.demo  ## the demo model's perplexity with packed weights beside float32, on 20,000 tokens of text
