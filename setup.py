@@ -66,7 +66,11 @@ class BuildKernels(build_ext):
         for ext in self.extensions:
             built = Path(self.build_lib) / self.get_ext_filename(ext.name)
             if built.exists():
-                shutil.copy2(built, Path("backends") / self.get_ext_filename(ext.name))
+                target = Path("backends") / self.get_ext_filename(ext.name)
+                fresh = target.with_suffix(".new")
+                # Replaced, never overwritten: processes that run on the old library keep it.
+                shutil.copy2(built, fresh)
+                fresh.replace(target)
 
 
 class AnyPython(bdist_wheel):
