@@ -2,9 +2,10 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+CPP := $(wildcard backends/pagedkv_cpu/csrc/*.h backends/pagedkv_cpu/csrc/*.cpp ci/isa/*.h ci/isa/*.cpp)
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: help demo test lint types bench peers compare eval certify support mutants clean setup
+.PHONY: help demo test lint types bench peers compare eval certify support mutants isa clean setup
 help:  ## show the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
 
@@ -29,9 +30,10 @@ demo: $(VENV)/.demo  ## install, then let the demo model answer one question
 test: lint types $(VENV)/.dev  ## lint, types and all tests
 	$(BIN)/python -m pytest
 
-lint: $(VENV)/.dev  ## ruff: rules and format
+lint: $(VENV)/.dev  ## ruff: rules and format; clang-format: the C++
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/clang-format --dry-run -Werror $(CPP)
 
 types: $(VENV)/.dev  ## mypy, strict on the contract, the core and the plugin loader
 	$(BIN)/mypy
@@ -56,6 +58,9 @@ certify: $(VENV)/.dev  ## the conformance kit on our backends and the template: 
 	$(BIN)/pagedkv certify loopback --json docs/certificates/loopback.json
 	PYTHONPATH=build/template $(BIN)/pagedkv certify template --json docs/certificates/template.json
 	$(MAKE) support
+
+isa: $(VENV)/.dev  ## the C++ tests of the CPU kernels: sanitizers, instructions, other processors under qemu; five minutes
+	PYTHON=$(BIN)/python bash ci/isa.sh
 
 support: $(VENV)/.dev  ## docs/support.md from docs/certificates
 	$(BIN)/python -m pagedkv.conformance.matrix docs/certificates/*.json > docs/support.md.new
