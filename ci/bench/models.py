@@ -135,10 +135,12 @@ def write_random(path: Path, sizes: Sizes, weights: str, words: Vocabulary) -> N
     import gguf
 
     writer = gguf.GGUFWriter(path, "llama", use_temp_file=True)
+    kind = gguf.GGMLQuantizationType[weights]
+    writer.add_file_type(gguf.LlamaFileType[f"MOSTLY_{weights}"])
+    writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
     for name, value in sizes.items():
         (writer.add_uint32 if isinstance(value, int) else writer.add_float32)(f"llama.{name}", value)
     _add_vocabulary(writer, words)
-    kind = gguf.GGMLQuantizationType[weights]
     rng = np.random.default_rng(0)
     for name, rows, columns in _matrices(sizes):
         writer.add_tensor(name, _random_blocks(rng, rows, columns, weights), raw_dtype=kind)

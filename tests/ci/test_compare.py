@@ -300,7 +300,9 @@ def test_a_made_up_model_is_whole_and_its_weights_are_spread_as_told(weights, tm
     checkpoint = open_checkpoint(str(path))  # refuses a file in which a tensor is missing or misshapen
     assert checkpoint.quantization == weights and len(checkpoint.tokenizer().encode("hello")) >= 1
     checkpoint.close()
-    matrices = [t for t in gguf.GGUFReader(path).tensors if len(t.shape) == 2]
+    reader = gguf.GGUFReader(path)
+    assert gguf.LlamaFileType(reader.get_field("general.file_type").contents()).name == f"MOSTLY_{weights}"
+    matrices = [t for t in reader.tensors if len(t.shape) == 2]
     assert len(matrices) == 1 + 2 * 7 and {t.tensor_type.name for t in matrices} == {weights}
     values = np.concatenate([gguf.quants.dequantize(t.data, t.tensor_type).ravel() for t in matrices])
     assert values.std() == pytest.approx(models.SCALE, rel=0.02)
