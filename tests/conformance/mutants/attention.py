@@ -127,6 +127,19 @@ def sinks_of_another_head(original: Any, self: Any, layer: Any, scores: Any) -> 
     return original(self, layer._replace(sinks=np.roll(layer.sinks, 1, axis=0)), scores)
 
 
+@mutant(
+    "_weights",
+    "softmax: scores far above or below zero neither overflow nor vanish",
+    "test_attend.py::test_scores_far_from_zero",
+    base="template",
+)
+def softmax_overflows(original: Any, self: Any, layer: Any, scores: Any) -> Any:
+    """The largest score is not taken off before the exponential."""
+    with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
+        weights = np.exp(scores)
+        return weights / (weights.sum(1, keepdims=True) + np.exp(layer.sinks))
+
+
 @mutant("_kv_heads", "heads: query head h reads KV head floor", "test_attend.py::test_heads_of_a_group")
 def heads_repeated(original: Any, self: Any, spec: Any) -> Any:
     """KV heads are repeated as 0 1 0 1 instead of 0 0 1 1."""
@@ -215,7 +228,7 @@ def padding_is_attended(original: Any, self: Any, plan: Any, layer: Any, q: Any,
     """Rows of q past the last token are taken for more queries of the last row."""
     tokens = plan._now.num_tokens
     original(self, plan, layer, q, out, lse)
-    for row in range(tokens, len(out)):
+    for row in range(tokens, len(out) if len(plan._now.tables) else tokens):
         keys, values = self._gather(layer, plan._now.tables[-1], int(plan._now.contexts[-1]))
         query = q[row].float().numpy().astype(np.float64)
         result = self._attend_token(layer, query, keys[:1], values[:1], np.zeros(1))[0]
@@ -299,3 +312,15 @@ def bits_depend_on_ids(original: Any, self: Any, layer: Any, staged: Any, row: i
 def bits_depend_on_chance(original: Any, self: Any, layer: Any, staged: Any, row: int, *more: Any) -> None:
     """Sums are made in the order in which threads come."""
     _row_rounded(original, self, layer, staged, row, *more, steps=int(np.random.default_rng().integers(8)))
+
+
+@mutant(
+    "_attend",
+    "batch_invariant: a row's bits do not depend on padding or on generous bounds",
+    "test_invariance.py::test_with_padding",
+)
+def bits_depend_on_padding(original: Any, self: Any, plan: Any, layer: Any, q: Any, out: Any, lse: Any) -> None:
+    """The split of sums depends on how many rows q has, padding included."""
+    original(self, plan, layer, q, out, lse)
+    if len(q) > plan._now.num_tokens:
+        out.mul_(1 + ROUNDING)

@@ -102,6 +102,18 @@ def padding_rows_have_a_query(original: Any, self: Any, batch: Any, block_size: 
     )
 
 
+@mutant(
+    "_stage",
+    "bounds: num_decode may be 0 although rows have one query token",
+    "test_batch.py::test_no_row_called_decode",
+)
+def single_tokens_are_decode(original: Any, self: Any, batch: Any, block_size: int) -> Any:
+    """Rows of one query that `num_decode` does not count are lost."""
+    staged = original(self, batch, block_size)
+    lost = (np.diff(staged.starts) == 1) & (np.arange(batch.num_seqs) >= batch.num_decode)
+    return dataclasses.replace(staged, contexts=np.where(lost, 0, staged.contexts))
+
+
 # -- plans -------------------------------------------------------------------------------------------------------------
 
 

@@ -62,6 +62,18 @@ def only_the_first_layer_is_replayed(original: Any, self: Any, fn: Any, plans: A
     return recorded._calls
 
 
+@mutant(
+    "forget",
+    "graph: nbytes is a whole number of bytes; close is idempotent, and a closed graph is not",
+    "test_graph.py::test_close",
+    part="_graphs",
+)
+def closed_graph_is_replayed(original: Any, self: Any, graph: Any) -> None:
+    """A graph that was closed replays on."""
+    original(self, graph)
+    graph._closed = False
+
+
 # -- canonical KV ------------------------------------------------------------------------------------------------------
 
 
@@ -107,6 +119,33 @@ def fingerprint_is_not_looked_at(original: Any, self: Any, given: Any, pool: Any
 
     fingerprint = np.frombuffer(canonical_fingerprint(pool.spec.groups[group]), np.uint8)
     original(self, np.concatenate([fingerprint, given[32:]]), pool, group, where)
+
+
+@mutant(
+    "import_",
+    "canonical_kv: the data may be overwritten once import_ returns",
+    "test_canonical_kv.py::test_data_overwritten",
+    part="_canonical",
+)
+def import_reads_late(original: Any, self: Any, pool: Any, group: int, ids: Any, lengths: Any, data: Any) -> Any:
+    """The bytes are read when the import runs."""
+    given = np.frombuffer(data, np.uint8)
+    mine, where = self._where(pool, group, ids, lengths, first=1)
+    self._check(given, mine, group, where)
+    return self._backend._queues.copy(lambda: self._write(mine, group, where, given[32:]))
+
+
+@mutant(
+    "export",
+    "canonical_kv: an export starts after the compute enqueued before it",
+    "test_canonical_kv.py::test_export_sees_what_was_enqueued",
+    part="_canonical",
+)
+def export_is_too_early(original: Any, self: Any, pool: Any, group: int, ids: Any, lengths: Any) -> Any:
+    """The bytes are those of the moment of the call."""
+    mine, where = self._where(pool, group, ids, lengths, first=0)
+    data = self._bytes(mine, group, where)
+    return original(self, pool, group, ids, lengths)[0], data
 
 
 # -- log-sum-exp -------------------------------------------------------------------------------------------------------

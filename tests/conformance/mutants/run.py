@@ -73,7 +73,7 @@ def run(name: str, folder: Path, cases: Iterable[str]) -> Cases:
     subject = Subject(name)
     gatherer = Gatherer(subject)
     (folder / "pytest.ini").write_text("[pytest]\n")
-    quiet = ["-p", "no:cacheprovider", "-p", "no:faulthandler", "--noconftest", "-W", "ignore"]
+    quiet = ["-p", "no:cacheprovider", "-p", "no:faulthandler", "--noconftest", "-W", "ignore", "--tb=short"]
     where = ["-c", str(folder / "pytest.ini"), "--rootdir", str(ROOT)]
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         code = pytest.main([*quiet, *where, *(str(HERE / case) for case in cases)], plugins=[plugin, gatherer])
@@ -123,7 +123,7 @@ def whole(folder: Path) -> Iterator[str]:
     yield "| mutant | what it does | checks | laws |"
     yield "| --- | --- | ---: | ---: |"
     for one in MUTANTS:
-        failed = [case for case in run(one.name, folder, sections(one)).values() if case.outcome == "failed"]
+        failed = judged(run(one.name, folder, sections(one)))
         yield f"| {one.name} | {one.what} | {len(failed)} | {len({case.law for case in failed})} |"
 
 

@@ -51,6 +51,17 @@ def null_block_is_written(original: Any, self: Any, layer: Any, slots: Any, keys
 
 
 @mutant(
+    "_append",
+    "append: rows of k and v behind the last slot are padding",
+    "test_append.py::test_more_rows_than_slots",
+    base="template",
+)
+def rows_behind_the_last_slot(original: Any, self: Any, layer: Any, slots: Any, keys: Any, values: Any) -> None:
+    """Rows of k and v that have no slot are written to the null block."""
+    original(self, layer, np.pad(slots, (0, len(keys) - len(slots))), keys, values)
+
+
+@mutant(
     "_append", "append: only the given slots of the given layer change", "test_append.py::test_nothing_else_is_written"
 )
 def append_clears_the_block(original: Any, self: Any, layer: Any, slots: Any, keys: Any, values: Any) -> None:
@@ -152,6 +163,29 @@ def null_block_is_not_cleared(original: Any, self: Any, spec: Any) -> Any:
     pool = original(self, spec)
     for layer in pool._layers.values():
         layer.values[0] = layer.values[0].dtype.type(1)
+    return pool
+
+
+@mutant("alloc_pool", "host pools: block 0 of a host pool is zero", "test_copy.py::test_null_block_of_a_host_pool")
+def null_block_of_the_host_is_not_cleared(original: Any, self: Any, spec: Any) -> Any:
+    """Block 0 of a new pool on the host holds what was in memory."""
+    pool = original(self, spec)
+    if spec.placement == "host":
+        pool._bytes[0] = 0x3C
+    return pool
+
+
+@mutant(
+    "alloc_pool",
+    "kv_sharing: a layer with kv_of attends over the other layer's cache",
+    "test_attend.py::test_layer_reads_the_cache_of_another",
+)
+def kv_of_is_ignored(original: Any, self: Any, spec: Any) -> Any:
+    """A layer that reads another's cache has an empty one of its own."""
+    pool = original(self, spec)
+    for layer in pool._layers.values():
+        if layer.spec.kv_of is not None:
+            layer.keys, layer.values = np.zeros_like(layer.keys), np.zeros_like(layer.values)
     return pool
 
 
