@@ -217,5 +217,5 @@ def test_batch_invariance_is_not_promised_where_nobody_has_a_product_that_keeps_
         assert "batch_invariant" not in llm.engine.parts.choice.features
     assert "batch_invariant False: backend cpu has no linear op of its own" in caplog.text
     assert "batch-invariant results off" in caplog.text
-    with pytest.raises(UnsupportedError, match="batch_invariant=True cannot be kept"):
-        engine(batch_invariant=True)
+    with pytest.raises(UnsupportedError, match="batch_invariant=True cannot be kept"), engine(batch_invariant=True):
+        pass
