@@ -25,7 +25,7 @@ $(VENV)/.dev: $(VENV)/.base $(VENV)/.demo
 setup: $(VENV)/.dev  ## make .venv with everything the tests need
 
 demo: $(VENV)/.demo  ## install, then let the demo model answer one question
-	$(BIN)/pagedkv generate demo --chat --prompt "What is the capital of France?" --max-tokens 48
+	$(BIN)/pagedkv generate demo --chat --prompt "Explain photosynthesis in one sentence." --max-tokens 64
 
 test: lint types $(VENV)/.dev  ## lint, types and all tests
 	$(BIN)/python -m pytest

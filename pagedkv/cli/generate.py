@@ -64,7 +64,7 @@ def generate(
     are read from standard input.
 
     \b
-    pagedkv generate demo --chat --prompt "What is the capital of France?"
+    pagedkv generate demo --chat --prompt "Explain photosynthesis in one sentence."
     pagedkv generate demo --prompt "Once upon a time" --temperature 0.8 --seed 1 --stream
     pagedkv generate demo --prompt-file prompts.jsonl --json > answers.jsonl
     """

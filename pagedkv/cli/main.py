@@ -70,7 +70,7 @@ def pagedkv() -> None:
     """Run language models with a paged KV cache on whatever hardware is there.
 
     \b
-    pagedkv generate demo --prompt "What is the capital of France?" --chat
+    pagedkv generate demo --prompt "Explain photosynthesis in one sentence." --chat
     pagedkv backends
     pagedkv doctor --json
 
