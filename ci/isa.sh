@@ -7,6 +7,7 @@ missing=()
 for pair in g++:g++ objdump:binutils qemu-x86_64:qemu-user aarch64-linux-gnu-g++:g++-aarch64-linux-gnu; do
   command -v "${pair%%:*}" >/dev/null || missing+=("${pair#*:}")
 done
+[ -e /usr/include/simde ] || missing+=(libsimde-dev)
 if [ ${#missing[@]} -gt 0 ]; then
   apt-get update -q && apt-get install -q -y --no-install-recommends "${missing[@]}"
 fi

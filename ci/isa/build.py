@@ -23,10 +23,26 @@ SANITIZERS = ("-O1", "-g1", "-fno-omit-frame-pointer", "-fsanitize=address,undef
 def program(work: Path, flags: Sequence[str] = (), *, compiler: str = "c++", machine: str | None = None) -> Path:
     """The test program in `work`, all of it compiled with `flags`, for `machine` as `platform.machine` names it.
 
-    Raises `subprocess.CalledProcessError`, whose stderr is the compiler's, as all functions here do.
+    Raises `subprocess.CalledProcessError` after the compiler's own words on stderr, as all functions here do.
     """
     built = compiled({**kernels(work, flags, compiler, machine), **tests(work, flags, compiler)})
     return linked(built, work / "kernels", flags, compiler)
+
+
+def emulated(work: Path, flags: Sequence[str] = ()) -> Path:
+    """`program` with the branches for AVX-512 on a processor that has AVX2, by SIMDe's intrinsics."""
+    commands = {built: _emulating(command) for built, command in kernels(work, flags).items()}
+    built = compiled({**commands, **tests(work, flags)})
+    return linked(built, work / "kernels", flags)
+
+
+def _emulating(command: Sequence[str]) -> list[str]:
+    """The same, with the header that emulates in the place of options for AVX-512; every choice of a variant is yes."""
+    kept = [word for word in command if not word.startswith(("-mavx512", "-mprefer-vector"))]
+    if kept == command:
+        return [*kept, "-D__builtin_cpu_supports(name)=1"]
+    vnni = ["-DEMULATE_VNNI"] if "-mavx512vnni" in command else []
+    return [*kept, *vnni, "-include", str(HERE / "avx512_by_simde.h")]
 
 
 def kernels(
@@ -61,4 +77,4 @@ def linked(parts: Sequence[Path], target: Path, flags: Sequence[str] = (), compi
 
 
 def _run(command: Sequence[str]) -> None:
-    subprocess.run(command, check=True, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    subprocess.run(command, check=True, cwd=ROOT)

@@ -337,6 +337,9 @@ void long_contexts(const Kernels& kernels, bool full, Random& random, Result& re
       shape.k_dim = shape.v_dim = random.one_of({20, 64});
       shape.rows = {{1, context}};
       run(shape, kernels, random, result);
+      shape.q_heads = 20;  // a full tile for each split
+      run(shape, kernels, random, result);
+      shape.q_heads = 3;
       shape.rows = {{1, context}, {2, 7}, {3, context - 900}};
       run(shape, kernels, random, result);
     }
