@@ -50,6 +50,21 @@ static inline const char* slot_of(const Tile& t, const char* plane, int width, i
   return plane + (int64_t(t.kv_head) * t.layer->slots + slot) * width * size_of(t.layer->kv_dtype);
 }
 
+// Ask for the keys and values of positions first .. last - 1. Blocks lie anywhere in memory, where no processor guesses
+// the next one by itself.
+static void fetch(const Tile& t, int first, int last) {
+  const pkv_layer& layer = *t.layer;
+  const int size = t.batch->block_size, item = size_of(layer.kv_dtype);
+  for (int at = first; at < last;) {
+    const int run = size - at % size < last - at ? size - at % size : last - at;
+    const char* keys = slot_of(t, layer.keys, layer.k_width, at);
+    const char* values = slot_of(t, layer.values, layer.v_width, at);
+    for (int64_t i = 0; i < int64_t(run) * layer.k_width * item; i += 64) __builtin_prefetch(keys + i, 0, 2);
+    for (int64_t i = 0; i < int64_t(run) * layer.v_width * item; i += 64) __builtin_prefetch(values + i, 0, 2);
+    at += run;
+  }
+}
+
 // Pointers to the floats of positions first .. last - 1; numbers of 16 bits are converted into `wide`.
 static void rows_of(const Tile& t, const char* plane, int width, int dim, int first, int last, float* wide,
                     const float** rows) {
@@ -208,7 +223,12 @@ static void split(const Tile& t, int index, Scratch& s, State* states) {
   memset(s.sums, 0, sizeof(float) * size_t(t.count) * size_t(t.layer->v_dim));
   const int first = index * SPLIT, last = first + SPLIT < end ? first + SPLIT : end;
   const int from = begin > first ? begin / CHUNK * CHUNK : first;
-  for (int at = from; at < last; at += CHUNK) chunk(t, at, at + CHUNK < last ? at + CHUNK : last, s, states);
+  if (from < last) fetch(t, from, from + CHUNK < last ? from + CHUNK : last);
+  for (int at = from; at < last; at += CHUNK) {
+    const int next = at + CHUNK < last ? at + CHUNK : last;
+    if (next < last) fetch(t, next, next + CHUNK < last ? next + CHUNK : last);
+    chunk(t, at, next, s, states);
+  }
 }
 
 // total, all += sums, one : both relative to their own largest score.
