@@ -42,9 +42,9 @@ def run(main: Coroutine[Any, Any, None]) -> None:
     asyncio.run(asyncio.wait_for(main, 60))
 
 
-async def read(stream: RequestStream) -> RequestOutput:
+async def read(stream: RequestStream, text: str = "") -> RequestOutput:
     """The last output; what the stream says on the way is checked."""
-    text, last = "", None
+    last = None
     async for output in stream:
         text += output.outputs[0].new_text
         assert output.outputs[0].text == text
@@ -148,14 +148,14 @@ def test_whoever_stops_reading_aborts_the_request_and_its_blocks_return(way: str
                     await anext(stream)
                 await stream.aclose()
             elif way == "cancel":
-                task = asyncio.create_task(read(stream))
+                task = asyncio.create_task(read(stream, first.outputs[0].text))
                 await asyncio.sleep(0.02)
                 task.cancel()
                 with pytest.raises(asyncio.CancelledError):
                     await task
             elif way == "timeout":
                 with pytest.raises(asyncio.TimeoutError):
-                    await asyncio.wait_for(read(stream), 0.02)
+                    await asyncio.wait_for(read(stream, first.outputs[0].text), 0.02)
             elif way == "break":
                 async for _ in stream:
                     break
@@ -240,7 +240,7 @@ def test_a_stream_has_one_reader() -> None:
     async def main() -> None:
         async with engine() as llm:
             stream = llm.generate(PROMPTS[0], greedy(40))
-            first = asyncio.create_task(read(stream))
+            first = asyncio.create_task(read(stream, first.outputs[0].text))
             await asyncio.sleep(0)
             with pytest.raises(RuntimeError, match="another task reads this stream"):
                 await anext(stream)

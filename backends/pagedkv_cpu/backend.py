@@ -78,7 +78,7 @@ class CpuBackend(AttentionBackend):
         if "batch_invariant" in spec.features:
             self._refuse(self._path.unsteady(spec))
         with torch.inference_mode(False):  # or its tensors could be written in that mode only
-            pool = CpuPool(spec, self.pool_cost(spec), self._path.scratch)
+            pool = CpuPool(spec, pool_cost(spec, self._path.fixed_bytes), self._path.scratch)
         self._pools.add(pool)
         return pool
 

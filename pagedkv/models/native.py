@@ -164,7 +164,7 @@ class NativeDecoder:
         """What the heads read, side by side [T, Hq D]: x [T, H] projected, normed, turned and attended."""
         tokens, eps = x.shape[0], self.config.rms_norm_eps
         heads = layer.qkv(x).view(tokens, sum(self._heads), self.config.head_dim)
-        q, k, v = torch.split(heads, self._heads, dim=1)
+        q, k, v = heads.split_with_sizes(self._heads, 1)
         if layer.q_norm is not None:
             q = self._ops.head_norm(q, layer.q_norm, eps)
             k = self._ops.head_norm(k, layer.k_norm, eps)

@@ -96,11 +96,11 @@ static void dots(const float* q, const float* const* rows, int count, int dim, f
       const vf x = load(q + d);
       for (int j = 0; j < 8; j++) sums[j] = fma(x, load(row[j] + d), sums[j]);
     }
-    float out[8];
+    float some[8], *out = i + 8 <= count ? scores + i : some;
     sums8(sums, out);
     for (int d = whole; d < dim; d++)
       for (int j = 0; j < 8; j++) out[j] = fmaf(q[d], row[j][d], out[j]);
-    for (int j = 0; j < 8 && i + j < count; j++) scores[i + j] = out[j];
+    for (int j = 0; out == some && i + j < count; j++) scores[i + j] = out[j];
   }
 }
 
@@ -112,11 +112,11 @@ static void add_values(const float* const* rows, const float* const* weights, fl
   for (int n = 0; n < NQ; n++)
     for (int v = 0; v < NV; v++) acc[n][v] = load(sums[n] + d + v * W);
   for (int i = first; i < last; i++) {
-    vf value[NV];
-    for (int v = 0; v < NV; v++) value[v] = load(rows[i] + d + v * W);
-    for (int n = 0; n < NQ; n++) {
-      const vf w = splat(weights[n][i]);
-      for (int v = 0; v < NV; v++) acc[n][v] = fma(w, value[v], acc[n][v]);
+    vf w[NQ];
+    for (int n = 0; n < NQ; n++) w[n] = splat(weights[n][i]);
+    for (int v = 0; v < NV; v++) {
+      const vf value = load(rows[i] + d + v * W);
+      for (int n = 0; n < NQ; n++) acc[n][v] = fma(w[n], value, acc[n][v]);
     }
   }
   for (int n = 0; n < NQ; n++)
@@ -127,7 +127,7 @@ template <int NQ>
 static void weigh(const float* const* rows, const float* const* weights, float* const* sums, int first, int last,
                   int dim) {
   if (first >= last) return;
-  constexpr int NV = NQ == 1 ? 8 : NQ == 2 ? 4 : NQ == 3 ? 3 : 2;
+  constexpr int NV = NQ == 1 ? 8 : NQ == 4 ? 2 : 4;
   int d = 0;
   for (; d + NV * W <= dim; d += NV * W) add_values<NQ, NV>(rows, weights, sums, first, last, d);
   for (; d + W <= dim; d += W) add_values<NQ, 1>(rows, weights, sums, first, last, d);

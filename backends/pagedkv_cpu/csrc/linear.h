@@ -15,8 +15,10 @@
 namespace PKV_ISA {
 
 constexpr int PANEL = 16, GROUP = 32, STEPS = 8;
-constexpr int ROWS = 32;    // rows of a tile: their sums stay in the first cache
-constexpr int BLOCK = 256;  // rows whose codes stay in the second cache while all panels pass
+constexpr int ROWS = 32;     // rows of a tile: their sums stay in the first cache
+constexpr int FEW = 8;       // up to so many rows memory is the limit
+constexpr int AHEAD = 2048;  // bytes of weights asked for ahead: processors do not look beyond a page
+constexpr int BLOCK = 256;   // rows whose codes stay in the second cache while all panels pass
 
 static inline int group_bytes(int format) {
   return format == PKV_Q4_0 ? 32 + 256 : format == PKV_Q4_1 ? 64 + 256 : 32 + 512;
@@ -50,19 +52,18 @@ static inline void quantize(const float* x, int64_t k, int8_t* codes, float* sca
     }
     const bool tiny = largest < 1e-36f;
     const float scale = tiny ? 0.0f : largest / 127.0f, inverse = tiny ? 0.0f : 127.0f / largest;
-    int32_t total = 0;
-    int32_t whole[GROUP];
     const vf rounder = splat(12582912.0f);
+    vi total = vi{};
     for (int i = 0; i < GROUP; i += W) {
-      vf rounded = (load(from + i) * splat(inverse) + rounder) - rounder;
-      *reinterpret_cast<vi*>(whole + i) = __builtin_convertvector(rounded, vi);
+      const vf rounded = (load(from + i) * splat(inverse) + rounder) - rounder;
+      const vi whole = __builtin_convertvector(rounded, vi);
+      *reinterpret_cast<vc*>(codes + g * GROUP + i) = __builtin_convertvector(whole, vc);
+      total += whole;
     }
-    for (int i = 0; i < GROUP; i++) {
-      codes[g * GROUP + i] = int8_t(whole[i]);
-      total += whole[i];
-    }
+    int32_t sum = 0;
+    for (int i = 0; i < W; i++) sum += total[i];
     scales[g] = scale;
-    sums[g] = scale * float(total);
+    sums[g] = scale * float(sum);
   }
 }
 
@@ -275,6 +276,8 @@ static void panel_times_rows(const uint8_t* panel, const Rows& x, int64_t first,
   for (int64_t g = 0; g < groups; g++, panel += group_bytes(FORMAT)) {
     const uint16_t* d = reinterpret_cast<const uint16_t*>(panel);
     const uint8_t* codes = panel + (FORMAT == PKV_Q4_1 ? 64 : 32);
+    if (count <= FEW)
+      for (int i = 0; i < group_bytes(FORMAT); i += 64) __builtin_prefetch(panel + AHEAD + i);
 #if defined(__AVX2__) && !defined(__AVX512F__)
     if constexpr (FORMAT != PKV_Q8_0)
       four_bit_group<FORMAT>(d, codes, x, first, count, g, out);
@@ -284,27 +287,45 @@ static void panel_times_rows(const uint8_t* panel, const Rows& x, int64_t first,
   }
 }
 
+// `count` rows of sums [count][16] into out [.][n] from row `first`, columns `at` and on.
+static inline void write_out(const float* sums, int64_t first, int count, int64_t at, int64_t n, const float* bias,
+                             float* out) {
+  const int width = int(n - at < PANEL ? n - at : PANEL);
+  for (int i = 0; i < count; i++) {
+    const float* from = sums + i * PANEL;
+    float* to = out + (first + i) * n + at;
+    if (width == PANEL)
+      for (int o = 0; o < PANEL; o += W) store(to + o, bias ? load(from + o) + load(bias + at + o) : load(from + o));
+    else
+      for (int o = 0; o < width; o++) to[o] = bias ? from[o] + bias[at + o] : from[o];
+  }
+}
+
+// One panel times the rows of one block.
+template <int FORMAT>
+static void panel_times_block(const uint8_t* packed, const Rows& x, int64_t p, int64_t first, int64_t end, int64_t n,
+                              const float* bias, float* out) {
+  alignas(64) float sums[ROWS * PANEL];
+  for (int64_t r = first; r < end; r += ROWS) {
+    const int count = int(end - r < ROWS ? end - r : ROWS);
+    panel_times_rows<FORMAT>(packed + p * (x.k / GROUP) * group_bytes(FORMAT), x, r, count, sums);
+    write_out(sums, r, count, p * PANEL, n, bias, out);
+  }
+}
+
 template <int FORMAT>
 static void times_panels(const uint8_t* packed, const Rows& x, int64_t m, int64_t n, const float* bias, float* out,
                          int threads) {
   const int64_t panels = (n + PANEL - 1) / PANEL, blocks = (m + BLOCK - 1) / BLOCK;
-  const int64_t stride = (x.k / GROUP) * group_bytes(FORMAT);
+  if (m <= FEW) {  // reading the weights is the work: each thread reads one stretch of memory
+#pragma omp parallel for schedule(static) num_threads(threads)
+    for (int64_t p = 0; p < panels; p++) panel_times_block<FORMAT>(packed, x, p, 0, m, n, bias, out);
+    return;
+  }
 #pragma omp parallel for collapse(2) schedule(dynamic, 4) num_threads(threads)
   for (int64_t b = 0; b < blocks; b++)
-    for (int64_t p = 0; p < panels; p++) {
-      alignas(64) float sums[ROWS * PANEL];
-      const int64_t end = m < (b + 1) * BLOCK ? m : (b + 1) * BLOCK;
-      const int width = int(n - p * PANEL < PANEL ? n - p * PANEL : PANEL);
-      for (int64_t r = b * BLOCK; r < end; r += ROWS) {
-        const int count = int(end - r < ROWS ? end - r : ROWS);
-        panel_times_rows<FORMAT>(packed + p * stride, x, r, count, sums);
-        for (int i = 0; i < count; i++)
-          for (int o = 0; o < width; o++) {
-            const int64_t at = p * PANEL + o;
-            out[(r + i) * n + at] = bias ? sums[i * PANEL + o] + bias[at] : sums[i * PANEL + o];
-          }
-      }
-    }
+    for (int64_t p = 0; p < panels; p++)
+      panel_times_block<FORMAT>(packed, x, p, b * BLOCK, m < (b + 1) * BLOCK ? m : (b + 1) * BLOCK, n, bias, out);
 }
 
 static void linear(int format, int64_t m, int64_t n, int64_t k, const float* x, const void* packed, const float* bias,

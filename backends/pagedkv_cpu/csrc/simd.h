@@ -22,6 +22,7 @@ namespace PKV_ISA {
 
 constexpr int W = PKV_W;
 typedef float vf __attribute__((vector_size(4 * PKV_W), aligned(4), may_alias));
+typedef int8_t vc __attribute__((vector_size(PKV_W), aligned(1), may_alias));
 typedef int32_t vi __attribute__((vector_size(4 * PKV_W), aligned(4), may_alias));
 
 static inline vf load(const float* p) { return *reinterpret_cast<const vf*>(p); }
@@ -76,8 +77,7 @@ static inline void sums8(const vf* a, float* out) {
   __m256 high = _mm256_hadd_ps(_mm256_hadd_ps(v[4], v[5]), _mm256_hadd_ps(v[6], v[7]));
   __m128 first = _mm_add_ps(_mm256_castps256_ps128(low), _mm256_extractf128_ps(low, 1));
   __m128 second = _mm_add_ps(_mm256_castps256_ps128(high), _mm256_extractf128_ps(high, 1));
-  _mm_storeu_ps(out, first);
-  _mm_storeu_ps(out + 4, second);
+  _mm256_storeu_ps(out, _mm256_set_m128(second, first));
 #else
   for (int i = 0; i < 8; i++) out[i] = sum(a[i]);
 #endif
