@@ -240,7 +240,7 @@ def test_a_stream_has_one_reader() -> None:
     async def main() -> None:
         async with engine() as llm:
             stream = llm.generate(PROMPTS[0], greedy(40))
-            first = asyncio.create_task(read(stream, first.outputs[0].text))
+            first = asyncio.create_task(read(stream))
             await asyncio.sleep(0)
             with pytest.raises(RuntimeError, match="another task reads this stream"):
                 await anext(stream)
