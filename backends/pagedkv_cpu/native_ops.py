@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from pagedkv.api import OpSpec
+from pagedkv.api import ContractViolation, OpSpec
 from pagedkv_cpu.native import FORMATS, Kernels
 
 GROUP = 32
@@ -101,7 +101,9 @@ class BlockEmbedding(_Blocks):
         """ids [T] int64 below n -> [T, K]."""
         where = ids.contiguous()
         if len(where) and not 0 <= int(where.min()) <= int(where.max()) < packed.n:
-            raise IndexError(f"ids must be 0..{packed.n - 1}, got {int(where.min())}..{int(where.max())}")
+            raise ContractViolation(
+                f"ids must be 0..{packed.n - 1}, got {int(where.min())}..{int(where.max())}", law="op arguments"
+            )
         out = torch.empty(len(where), packed.k)
         self._kernels.rows(
             self._context, packed.format, len(where), packed.k, where.data_ptr(), packed.address, out.data_ptr()
