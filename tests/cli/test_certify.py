@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import fcntl
 import io
 import os
-import pty
-import struct
 import subprocess
 import sys
-import termios
 import textwrap
 
 import pytest
@@ -24,6 +20,7 @@ from pagedkv.conformance.certificate import Certificate
 from pagedkv.conformance.run import Outcome
 from tests.conformance.certificates import case, certificate
 from tests.helpers.plugin_dists import descriptor, install
+from tests.helpers.terminal import Terminal
 
 CPU = ("cpu", "--backend-option", "threads=1")
 ONE_CASE = "test_plan_dropped_at_once"
@@ -252,10 +249,9 @@ def test_lines_name_each_section_once_and_each_failure_at_once():
 
 
 def test_a_terminal_gets_a_bar_that_nothing_printed_meanwhile_disturbs(monkeypatch, capfd):
-    main_side, terminal = pty.openpty()
-    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 150, 0, 0))
+    terminal = Terminal()
     monkeypatch.setenv("TERM", "xterm")
-    with os.fdopen(terminal, "w") as screen:
+    with os.fdopen(terminal.end, "w") as screen:
         monkeypatch.setattr(sys, "stderr", screen)
         with display(quiet=False) as (bar, stream), kit_run._silenced(stream) as printed:
             bar.begin(2)
@@ -263,8 +259,7 @@ def test_a_terminal_gets_a_bar_that_nothing_printed_meanwhile_disturbs(monkeypat
             os.write(1, b"from the backend")
             bar.end("copy", case(0, outcome="failed"))
         monkeypatch.undo()
-        shown = os.read(main_side, 100_000).decode()
-    os.close(main_side)
+    shown = terminal.shown()
     assert all(words in shown for words in ("copy", "1/2", "0 passed, 1 failed", "copy: [bold] bits"))
     assert "from the backend" not in shown and printed.text == "from the backend"
     assert "from the backend" not in capfd.readouterr().out

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import signal
@@ -13,6 +12,7 @@ import pytest
 from click.testing import CliRunner
 
 from pagedkv.cli import main as cli
+from tests.helpers.terminal import Terminal
 from tests.helpers.tiny_models import BOS, hf_greedy, tiny_model
 
 ONE_THREAD = ("--backend", "cpu", "--backend-option", "threads=1", "--dtype", "float32", "-q")
@@ -289,16 +289,15 @@ def test_a_broken_pipe_ends_quietly(model):
 
 
 def test_a_bar_on_the_terminal_leaves_standard_output_alone(model):
-    terminal, its_end = os.openpty()
+    terminal = Terminal()
     parts = [sys.executable, "-m", "pagedkv.cli.main", "generate", str(model), *prompts(*TEXTS), "--json", *ONE_THREAD]
     done = subprocess.run(
-        [*parts, "--max-tokens", "300"], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=its_end, check=True
+        [*parts, "--max-tokens", "300"],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=terminal.end,
+        check=True,
     )
-    os.close(its_end)
-    shown = b""
-    with contextlib.suppress(OSError):  # how Linux says that the other end is closed
-        while block := os.read(terminal, 65536):
-            shown += block
-    os.close(terminal)
-    assert b"Generating" in shown
+    os.close(terminal.end)
+    assert "Generating" in terminal.shown()
     assert [json.loads(line)["id"] for line in done.stdout.splitlines()] == [0, 1, 2]
