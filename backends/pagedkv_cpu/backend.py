@@ -1,4 +1,4 @@
-"""One CPU instance of the attention contract. Everything is done when a call returns."""
+"""One CPU instance of the attention contract. Compute is done when a call returns; copies between pools may not be."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from pagedkv.api import (
@@ -30,6 +31,7 @@ from pagedkv.api import (
 from pagedkv.api.torch import DTYPES, OneRank, TorchCommunicator, communicator
 from pagedkv_cpu import host
 from pagedkv_cpu.canonical import Canonical
+from pagedkv_cpu.copies import AT_ONCE, Copy, CopyThread
 from pagedkv_cpu.native import Kernels
 from pagedkv_cpu.native_ops import NativeOps
 from pagedkv_cpu.native_path import NativePath
@@ -56,6 +58,7 @@ class CpuBackend(AttentionBackend):
         self._world = world or World()
         self._communicators: list[OneRank | TorchCommunicator] = []
         self._pools: weakref.WeakSet[CpuPool] = weakref.WeakSet()
+        self._copies = CopyThread()
         self._ops = Ops()
         self._native_ops = None if kernels is None else NativeOps(kernels)
         torch.set_num_threads(threads)
@@ -78,7 +81,8 @@ class CpuBackend(AttentionBackend):
         if "batch_invariant" in spec.features:
             self._refuse(self._path.unsteady(spec))
         with torch.inference_mode(False):  # or its tensors could be written in that mode only
-            pool = CpuPool(spec, pool_cost(spec, self._path.fixed_bytes), self._path.scratch)
+            cost = pool_cost(spec, self._path.fixed_bytes)
+            pool = CpuPool(spec, cost, self._path.scratch, self._copies.drain)
         self._pools.add(pool)
         return pool
 
@@ -112,11 +116,25 @@ class CpuBackend(AttentionBackend):
         mine, other = self._mine(src), self._mine(dst)
         if mine.spec.groups != other.spec.groups:
             raise ContractViolation("blocks are copied between pools of equal groups only", law="copy_blocks")
-        checked = _checked_pairs(pairs, mine, other)
-        if after is not None:
-            after.join()
-        mine.copy_to(other, checked)
+        copy = Copy(mine.planes_to(other), _checked_pairs(pairs, mine, other), self._path.copy)
+        if mine is not other and self._goes_beside(copy, after):
+            return self._copies.begin(copy, after)
+        self._copies.run(copy, after)
         return Event()
+
+    def record(self) -> Event:
+        self._check_open()
+        return Event()
+
+    def wait(self, event: Event) -> None:
+        """Compute begins when it is called for, so that whoever calls waits."""
+        self._check_open()
+        event.join()
+
+    def synchronize(self) -> None:
+        self._check_open()
+        self._copies.drain()
+        self._check_open()
 
     def memory(self) -> MemoryInfo:
         memory = host.memory()
@@ -133,6 +151,7 @@ class CpuBackend(AttentionBackend):
 
     def close(self) -> None:
         self._closed = True
+        self._copies.close()
         for pool in list(self._pools):
             pool.close()
         for made in self._communicators:
@@ -167,9 +186,14 @@ class CpuBackend(AttentionBackend):
     def _check_open(self) -> None:
         if self._closed:
             raise ContractViolation("this backend was closed; create a new one", law="use after close")
-        for made in self._communicators:
-            if made.failure is not None:
-                raise DeviceError(str(made.failure))
+        for failed in (made.failure for made in (self._copies, *self._communicators)):
+            if failed is not None:
+                raise DeviceError(str(failed))
+
+    def _goes_beside(self, copy: Copy, after: Event | None) -> bool:
+        """Whether a copy goes to the thread: a large one, or one that would have to wait here."""
+        ready = self._copies.idle and (after is None or after.done())
+        return not ready or copy.nbytes > AT_ONCE
 
     def _mine(self, pool: Pool) -> CpuPool:
         self._check_open()
@@ -255,8 +279,8 @@ def _check_tensor(name: str, tensor: Any, rows: int, heads: int, dim: int, dtype
         )
 
 
-def _checked_pairs(pairs: Any, src: CpuPool, dst: CpuPool) -> list[tuple[int, int]]:
-    """The pairs as ints, or `ContractViolation` with what is wrong."""
+def _checked_pairs(pairs: Any, src: CpuPool, dst: CpuPool) -> npt.NDArray[np.int32]:
+    """A copy of the pairs, contiguous [N, 2], or `ContractViolation` with what is wrong."""
     array = np.asarray(pairs, dtype=np.int64).reshape(-1, 2)
     sources, targets = array[:, 0], array[:, 1]
     problem = None
@@ -270,7 +294,7 @@ def _checked_pairs(pairs: Any, src: CpuPool, dst: CpuPool) -> list[tuple[int, in
         problem = "an id on both sides within one pool"
     if problem is not None:
         raise ContractViolation(f"copy_blocks got {problem}", law="copy_blocks")
-    return [(int(source), int(target)) for source, target in array]
+    return array.astype(np.int32)
 
 
 def _reasons_against_params(layer: Layer, params: Mapping[str, Any]) -> list[str]:

@@ -102,7 +102,7 @@ class CpuDescriptor(Descriptor):
             preferred_block_size=16,
             features=FEATURES,
             placements=frozenset({"device", "host"}),
-            async_copy=False,
+            async_copy=True,
             collectives=COLLECTIVES,
             weight_formats=frozenset(native.FORMATS) if native.LIBRARY.exists() else frozenset(),
             extensions=EXTENSIONS,

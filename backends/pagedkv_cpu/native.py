@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Mapping
 from pathlib import Path
 
-VERSION = 1
+VERSION = 2
 """The version of the C interface that this module speaks."""
 LIBRARY = Path(__file__).with_name("libpagedkv_cpu.so")
 SOURCES = Path(__file__).with_name("csrc")
@@ -65,6 +65,7 @@ _SIGNATURES: Mapping[str, tuple[object, tuple[object, ...]]] = {
     "pkv_open": (Address, (ctypes.c_char_p, ctypes.c_int)),
     "pkv_close": (None, (Address,)),
     "pkv_isa": (ctypes.c_char_p, (Address,)),
+    "pkv_copy": (None, (Address, Long, Address, Long, Long, Long, Address, Long)),
     "pkv_append": (None, (Address, Address, Address, Address, Long, Address, Long)),
     "pkv_attend_work": (Long, (Address, Long, Long, Long, Int)),
     "pkv_attend": (None, (Address, Address, Address, Address, Long, Address, Address, Address)),
@@ -92,6 +93,7 @@ class Kernels:
             raise OSError(f"this processor has no {isa}, or the kernels were built without it")
         self._end = weakref.finalize(self, library.pkv_close, self.context)
         self.isa: str = library.pkv_isa(self.context).decode()
+        self.copy = library.pkv_copy
         self.append = library.pkv_append
         self.attend = library.pkv_attend
         self.attend_work = library.pkv_attend_work
@@ -118,9 +120,9 @@ def _library() -> ctypes.CDLL:
     if not LIBRARY.exists():
         raise OSError("the kernels were not built: install a C++ compiler, then pagedkv again (pip install -e . here)")
     library = ctypes.CDLL(str(LIBRARY))
+    if (found := library.pkv_version()) != VERSION:  # before a name is looked up that another version may lack
+        raise OSError(f"the built kernels have version {found}, this package needs {VERSION}: install pagedkv again")
     for name, (result, arguments) in _SIGNATURES.items():
         function = getattr(library, name)
         function.restype, function.argtypes = result, list(arguments)
-    if (found := library.pkv_version()) != VERSION:
-        raise OSError(f"the built kernels have version {found}, this package needs {VERSION}: install pagedkv again")
     return library

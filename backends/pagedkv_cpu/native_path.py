@@ -6,9 +6,11 @@ import ctypes
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from pagedkv.api import Batch, ContractViolation, GroupSpec, PoolSpec
+from pagedkv_cpu.copies import Planes
 from pagedkv_cpu.native import DTYPES, BatchStruct, Kernels, LayerStruct
 from pagedkv_cpu.path import CpuPlan, Path
 from pagedkv_cpu.pool import CpuPool, Layer
@@ -134,6 +136,20 @@ class NativePath(Path):
         self._kernels.attend(
             self._context, where, plan.address, q.data_ptr(), q.stride(0), out.data_ptr(), sums, scratch.address
         )
+
+    def copy(self, planes: Planes, pairs: npt.NDArray[np.int32]) -> None:
+        for mine, theirs in planes:
+            count, _, size = mine.shape
+            self._kernels.copy(
+                mine.data_ptr(),
+                mine.stride(0),
+                theirs.data_ptr(),
+                theirs.stride(0),
+                count,
+                size,
+                pairs.ctypes.data,
+                len(pairs),
+            )
 
     def _work_bytes(self, spec: PoolSpec) -> int:
         limits, widest = spec.limits, max(layer.v_dim for group in spec.groups for layer in group.layers)

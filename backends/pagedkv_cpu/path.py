@@ -5,9 +5,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from pagedkv.api import Batch, Plan, PoolSpec
+from pagedkv_cpu.copies import Planes
 from pagedkv_cpu.pool import CpuPool, Layer
 
 
@@ -51,3 +54,7 @@ class Path(ABC):
     @abstractmethod
     def attend(self, plan: Any, layer: Layer, q: torch.Tensor, out: torch.Tensor, lse: torch.Tensor | None) -> None:
         """Attention of q [>= num_tokens, q_heads, k_dim] into out; natural log of the denominators into lse."""
+
+    @abstractmethod
+    def copy(self, planes: Planes, pairs: npt.NDArray[np.int32]) -> None:
+        """Copy blocks pairs[:, 0] to pairs[:, 1], int32 [N, 2], in every plane. Any thread, beside everything else."""

@@ -31,10 +31,11 @@ from pagedkv.api import (
 )
 from pagedkv.api.torch import DTYPES
 from pagedkv_cpu import host
+from pagedkv_cpu.copies import CHUNK, Planes
 from pagedkv_cpu.scratch import ITEM_BYTES, padded
 
 ALIGN = 64
-SMALL = 1 << 16
+SMALL = (1 << 16) + CHUNK
 """Bytes for what is bound to the layers (sinks, slopes) and for the temporaries of a copy."""
 
 
@@ -99,10 +100,13 @@ class Layer:
 
 
 class CpuPool(Pool):
-    """Blocks in host memory, as one allocation."""
+    """Blocks in host memory, as one allocation. `settle` returns once no copy is under way."""
 
-    def __init__(self, spec: PoolSpec, cost: PoolCost, scratch: Callable[[PoolSpec], Any]) -> None:
+    def __init__(
+        self, spec: PoolSpec, cost: PoolCost, scratch: Callable[[PoolSpec], Any], settle: Callable[[], None]
+    ) -> None:
         self.spec = spec
+        self._settle = settle
         self._closed = False
         self._regions = regions(spec)
         self._storage = _allocate(cost, spec.num_blocks, ALIGN * (len(self._regions) + 1))
@@ -113,6 +117,7 @@ class CpuPool(Pool):
 
     def close(self) -> None:
         self._closed = True
+        self._settle()
         self._storage = torch.empty(0, dtype=torch.uint8)
         self._planes = {}
         self._layers = {}
@@ -137,12 +142,9 @@ class CpuPool(Pool):
             raise ContractViolation(f"the pool has no layer {index}; it has {sorted(self._layers)}", law="layer index")
         return found
 
-    def copy_to(self, other: CpuPool, pairs: list[tuple[int, int]]) -> None:
-        """Copy blocks bit for bit, every plane."""
-        for size, mine in self._planes.items():
-            theirs = other._planes[size]
-            for source, target in pairs:
-                theirs[:, target].copy_(mine[:, source])
+    def planes_to(self, other: CpuPool) -> Planes:
+        """Every plane, beside that of a pool of equal groups."""
+        return [(mine, other._planes[size]) for size, mine in self._planes.items()]
 
     def scratch(self) -> Any:
         """The working memory of this pool's attention; a host pool has none."""

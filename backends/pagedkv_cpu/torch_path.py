@@ -6,11 +6,13 @@ import logging
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from pagedkv.api import Batch, ContractViolation, PoolSpec
 from pagedkv_cpu import attention
 from pagedkv_cpu.attention import Work
+from pagedkv_cpu.copies import Planes, copy_with_torch
 from pagedkv_cpu.path import CpuPlan, Path
 from pagedkv_cpu.planning import Geometry, Pass, Planner, Shape
 from pagedkv_cpu.pool import CpuPool, Layer
@@ -79,6 +81,9 @@ class TorchPath(Path):
         works, planner = plan.work(layer)
         sums = None if lse is None else lse[:tokens]
         attention.attend(layer, works, planner, _first(q, tokens), _first(out, tokens), scratch, sums)
+
+    def copy(self, planes: Planes, pairs: npt.NDArray[np.int32]) -> None:
+        copy_with_torch(planes, pairs)
 
 
 def _first(tensor: torch.Tensor, rows: int) -> torch.Tensor:

@@ -106,6 +106,7 @@ struct Result {
 // Where `full` is false a few cases of each kind are enough.
 Result test_attention(const Kernels&, bool full);
 Result test_append(const Kernels&, bool full);
+Result test_copy(const Kernels&, bool full);
 Result test_conversion(const Kernels&, bool full);
 Result test_linear(const Kernels&, bool full);
 Result test_rows(const Kernels&, bool full);

@@ -13,13 +13,8 @@ struct Test {
 };
 
 static const Test TESTS[] = {
-    {"conversion", test_conversion},
-    {"append", test_append},
-    {"attention", test_attention},
-    {"linear", test_linear},
-    {"rows", test_rows},
-    {"norm", test_norm},
-    {"rope", test_rope},
+    {"conversion", test_conversion}, {"copy", test_copy}, {"append", test_append}, {"attention", test_attention},
+    {"linear", test_linear},         {"rows", test_rows}, {"norm", test_norm},     {"rope", test_rope},
     {"gated", test_gated},
 };
 

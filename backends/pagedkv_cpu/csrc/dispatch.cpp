@@ -3,6 +3,7 @@
 
 #include <new>
 
+#include "copy.h"
 #include "table.h"
 
 #define PKV_API extern "C" __attribute__((visibility("default")))
@@ -73,6 +74,11 @@ PKV_API pkv_context* pkv_open(const char* isa, int threads) {
 
 PKV_API void pkv_close(pkv_context* context) { delete context; }
 PKV_API const char* pkv_isa(const pkv_context* context) { return context->isa->name; }
+
+PKV_API void pkv_copy(const char* from, int64_t from_stride, char* to, int64_t to_stride, int64_t planes,
+                      int64_t block_bytes, const int32_t* pairs, int64_t count) {
+  copy_planes(from, from_stride, to, to_stride, planes, block_bytes, pairs, count);
+}
 
 PKV_API void pkv_append(const pkv_context* c, const pkv_layer* layer, const pkv_batch* batch, const void* k,
                         int64_t k_stride, const void* v, int64_t v_stride) {

@@ -9,7 +9,7 @@
 extern "C" {
 #endif
 
-#define PKV_VERSION 1
+#define PKV_VERSION 2
 
 enum pkv_dtype { PKV_FP32 = 0, PKV_BF16 = 1, PKV_FP16 = 2 };
 enum pkv_format { PKV_Q4_0 = 0, PKV_Q4_1 = 1, PKV_Q8_0 = 2 };
@@ -43,6 +43,11 @@ typedef struct pkv_context pkv_context;
 pkv_context* pkv_open(const char* isa, int threads);
 void pkv_close(pkv_context* context);
 const char* pkv_isa(const pkv_context* context);
+
+// Blocks pairs[i][0] of `from` to pairs[i][1] of `to`: planes [planes][blocks][block_bytes], `stride` bytes from plane
+// to plane. No block is both read and written.
+void pkv_copy(const char* from, int64_t from_stride, char* to, int64_t to_stride, int64_t planes, int64_t block_bytes,
+              const int32_t* pairs, int64_t count);
 
 // k, v [num_slots][kv_heads][dim] of `dtype`, `stride` numbers from token to token, into the cache.
 void pkv_append(const pkv_context*, const pkv_layer* layer, const pkv_batch* batch, const void* k, int64_t k_stride,

@@ -275,10 +275,10 @@ def test_out_to_a_host_pool_and_back():
     host = made.alloc_pool(pool_spec(placement="host", num_blocks=9))
     seq = rig.sequence(30)
     want = rig.step((seq, 30, 30))
-    made.copy_blocks(rig.pool, host, np.array([[seq.blocks[0], 5], [seq.blocks[1], 6]], np.int32))
+    made.wait(made.copy_blocks(rig.pool, host, np.array([[seq.blocks[0], 5], [seq.blocks[1], 6]], np.int32)))
     rig.poison(9.0)
     moved = [rig.free.pop(), rig.free.pop()]
-    made.copy_blocks(host, rig.pool, np.array([[5, moved[0]], [6, moved[1]]], np.int32))
+    made.wait(made.copy_blocks(host, rig.pool, np.array([[5, moved[0]], [6, moved[1]]], np.int32)))
     back = type(seq)(seq.keys, seq.values, seq.queries, moved)
     plan = made.plan(rig.pool, 0, rig.batch([(back, 30, 30)], write=False))
     out = torch.empty(30, 4, 16)
