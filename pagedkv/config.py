@@ -38,6 +38,9 @@ MODEL_IMPLS = ("auto", "native", "transformers")
 QUANTIZATIONS = ("gguf", "none")
 """Weights in the blocks of their GGUF file, or dequantized; unset, dtype and backend decide."""
 
+MODES = ("auto", "swap", "recompute")
+"""What becomes of a preempted sequence: its blocks are copied to host memory, or computed again."""
+
 _UNITS = {"": 1, "B": 1}
 _UNITS |= {f"{p}iB": 1024**n for n, p in enumerate("KMGT", 1)} | {f"{p}B": 1000**n for n, p in enumerate("KMGT", 1)}
 
@@ -53,11 +56,18 @@ _NOT_BUILT: dict[str, tuple[Any, ...]] = {
     "pipeline_parallel_size": (1,),
     "data_parallel_size": (1,),
     "kv_tiers": (None, (), []),
-    "swap_space": (None, 0, "0"),
     "trust_remote_code": (False,),
     "speculative_config": (None,),
     "enable_lora": (False,),
 }
+_SWITCHES = (
+    "enable_chunked_prefill",
+    "enable_prefix_caching",
+    "enable_host_caching",
+    "skip_tokenizer_init",
+    "batch_invariant",
+)
+_LEAST = {"num_blocks": 2, "device": 0, "max_overtakes": 0, "swap_blocks": 0, "max_preemptions": 1}
 _OLD_NAMES = {
     "max_context_len_to_capture": "max_seq_len_to_capture",
     "kv_cache_memory_bytes": "kv_cache_memory",
@@ -75,6 +85,10 @@ class EngineConfig:
     `quantization`: "gguf" keeps a GGUF file's weights in their blocks, which the backend multiplies as they are and for
     which it may round activations to 8 bits; "none" dequantizes them. Unset, they stay where `dtype` is unset too and
     the backend has the product.
+    `swap_space`: host memory for blocks of preempted sequences and of prompts that the device's cache has no room for
+    ("4GiB"; a plain number is GiB; "auto"; 0 for none), or `swap_blocks` of them. Unset, "auto" where the device has
+    memory of its own, else 0. `preemption_mode`: "auto" goes by price, "swap" and "recompute" do not. `copy_bandwidth`
+    (bytes a second) and `prefill_rate` (tokens a second) take the place of what is measured for that price.
     """
 
     model: str
@@ -98,6 +112,13 @@ class EngineConfig:
     gpu_memory_utilization: float | None = None
     kv_cache_memory: int | str | None = None
     num_blocks: int | None = None
+    swap_space: int | float | str | None = None
+    swap_blocks: int | None = None
+    enable_host_caching: bool = True
+    preemption_mode: str = "auto"
+    max_preemptions: int = 4
+    copy_bandwidth: int | str | None = None
+    prefill_rate: float | None = None
     batch_invariant: bool | None = None
     max_overtakes: int = 16
     seed: int = 0
@@ -119,6 +140,7 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         problems = [*self._bad_numbers(), *self._bad_switches(), *self._bad_choices(), *self._bad_cache()]
+        problems += self._bad_swap()
         if problems:
             raise ConfigError("; ".join(problems))
 
@@ -126,7 +148,7 @@ class EngineConfig:
         at_least_one = ("max_model_len", "max_num_seqs", "max_num_batched_tokens")
         problems = [
             f"{name}={value!r} must be a whole number of at least {least}"
-            for name, least in [*((n, 1) for n in at_least_one), ("num_blocks", 2), ("device", 0), ("max_overtakes", 0)]
+            for name, least in [*((n, 1) for n in at_least_one), *_LEAST.items()]
             if (value := getattr(self, name)) is not None and (not _is_int(value) or value < least)
         ]
         if self.block_size is not None and (not _is_int(self.block_size) or self.block_size < 1):
@@ -146,7 +168,7 @@ class EngineConfig:
     def _bad_switches(self) -> list[str]:
         problems = [
             f"{name}={value!r} must be True or False"
-            for name in ("enable_chunked_prefill", "enable_prefix_caching", "skip_tokenizer_init", "batch_invariant")
+            for name in _SWITCHES
             if not isinstance(value := getattr(self, name), bool) and not (name == "batch_invariant" and value is None)
         ]
         return problems + [
@@ -185,6 +207,43 @@ class EngineConfig:
         except ConfigError as error:
             return [str(error)]
         return []
+
+    def _bad_swap(self) -> list[str]:
+        problems = []
+        if self.swap_space is not None and self.swap_blocks is not None:
+            problems.append("swap_space and swap_blocks both size the host memory for blocks: give one of them")
+        if self.preemption_mode not in MODES:
+            problems.append(f"preemption_mode={self.preemption_mode!r} is not one of {', '.join(MODES)}")
+        rate = self.prefill_rate
+        if rate is not None and (isinstance(rate, bool) or not isinstance(rate, int | float) or not rate > 0):
+            problems.append(f"prefill_rate={rate!r} must be tokens a second, above 0")
+        for name in ("swap_bytes", "copy_bytes"):
+            try:
+                getattr(self, name)
+            except ConfigError as error:
+                problems.append(str(error))
+        return problems
+
+    @property
+    def swap_bytes(self) -> int | None:
+        """`swap_space` in bytes; None where it is left to the engine: unset or "auto"."""
+        space = self.swap_space
+        if space is None or space == "auto":
+            return None
+        if isinstance(space, str) and not re.fullmatch(r"\s*\d+(\.\d+)?\s*", space):
+            return parse_bytes(space, "swap_space")
+        try:
+            gib = -1.0 if isinstance(space, bool) else float(space)
+        except (TypeError, ValueError):
+            gib = -1.0
+        if not 0 <= gib < 1 << 20:
+            raise ConfigError(f'swap_space={space!r} must be GiB, text such as "512MiB", "auto", or 0 for none')
+        return int(gib * 1024**3)
+
+    @property
+    def copy_bytes(self) -> int | None:
+        """`copy_bandwidth` in bytes a second."""
+        return None if self.copy_bandwidth is None else parse_bytes(self.copy_bandwidth, "copy_bandwidth")
 
     @property
     def kv_cache_bytes(self) -> int | None:

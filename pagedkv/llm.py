@@ -12,6 +12,7 @@ from pagedkv.api.errors import ModelError, PagedKVError, RequestError, RequestIn
 from pagedkv.config import EngineConfig
 from pagedkv.engine.chat import chat_prompt, is_conversation
 from pagedkv.engine.engine import LLMEngine
+from pagedkv.engine.metrics import EngineMetrics
 from pagedkv.engine.outputs import RequestOutput
 from pagedkv.engine.prompts import Prompt, PromptType, is_single, read_prompt
 from pagedkv.engine.scoring import Score, Window, window_sizes, windows
@@ -180,6 +181,16 @@ class LLM:
                 if record is None:
                     raise ModelError("the model gives no usable logits (NaN) for this text: it cannot be scored")
                 score.logprobs[at] = record[score.token_ids[at]].logprob
+
+    def metrics(self) -> EngineMetrics:
+        """Requests, blocks, tokens and preemptions, in numbers."""
+        with self._turns:
+            return self.engine.metrics()
+
+    def reset_prefix_cache(self) -> int:
+        """Forget cached blocks, on the device and in host memory, that no request uses; returns how many."""
+        with self._turns:
+            return self.engine.reset_prefix_cache()
 
     def get_tokenizer(self) -> Tokenizer | None:
         """The tokenizer, None with `skip_tokenizer_init`."""

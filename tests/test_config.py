@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from pathlib import Path
 from typing import Any
 
@@ -151,7 +152,6 @@ def test_old_names_and_names_without_effect_get_a_line(
     [
         ("tensor_parallel_size", 2, 1),
         ("pipeline_parallel_size", 2, 1),
-        ("swap_space", 4, 0),
         ("quantization", "awq", None),
         ("trust_remote_code", True, False),
         ("speculative_config", {"model": "x"}, None),
@@ -213,3 +213,37 @@ def test_an_unknown_name_gets_a_suggestion(name: str, hint: str) -> None:
 def test_paths_are_taken_as_text() -> None:
     made = config(model=Path("a") / "b", tokenizer=Path("c"))
     assert (made.model, made.tokenizer) == (str(Path("a") / "b"), "c")
+
+
+@pytest.mark.parametrize(
+    ("given", "nbytes"),
+    [("4GiB", 4 << 30), (4, 4 << 30), (0.5, 1 << 29), ("2", 2 << 30), ("512 MiB", 1 << 29), (0, 0), ("0", 0)],
+)
+def test_swap_space_is_a_size_and_a_plain_number_is_gib(given: Any, nbytes: int) -> None:
+    assert EngineConfig.of(model="m", swap_space=given).swap_bytes == nbytes
+
+
+@pytest.mark.parametrize("unset", [None, "auto"])
+def test_swap_space_may_be_left_to_the_engine(unset: Any) -> None:
+    assert EngineConfig.of(model="m", swap_space=unset).swap_bytes is None
+
+
+@pytest.mark.parametrize(
+    ("names", "said"),
+    [
+        ({"swap_space": -1}, "swap_space=-1 must be GiB"),
+        ({"swap_space": True}, "swap_space=True must be GiB"),
+        ({"swap_space": "lots"}, "swap_space='lots' is not a size"),
+        ({"swap_space": [1]}, "must be GiB"),
+        ({"swap_space": 1, "swap_blocks": 3}, "give one of them"),
+        ({"swap_blocks": -1}, "swap_blocks=-1"),
+        ({"preemption_mode": "drop"}, "not one of auto, swap, recompute"),
+        ({"max_preemptions": 0}, "max_preemptions=0"),
+        ({"prefill_rate": 0}, "prefill_rate=0 must be tokens a second"),
+        ({"copy_bandwidth": "fast"}, "copy_bandwidth='fast' is not a size"),
+        ({"enable_host_caching": 1}, "enable_host_caching=1 must be True or False"),
+    ],
+)
+def test_bad_settings_of_swap_are_refused_by_name(names: Any, said: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        EngineConfig.of(model="m", **names)

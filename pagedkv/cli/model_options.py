@@ -42,6 +42,17 @@ OPTIONS: Mapping[str, Mapping[str, Any]] = {
     },
     "kv_cache_memory": {"help": 'Memory of the cache, such as "4GiB"; a plain number is bytes.', "metavar": "SIZE"},
     "num_blocks": {"help": "Blocks of the cache, instead of its memory.", **_COUNT},
+    "swap_space": {
+        "help": 'Host memory for blocks that the cache has no room for: "4GiB", a number of GiB, auto, or 0.',
+        "metavar": "SIZE",
+    },
+    "swap_blocks": {"help": "The same as a number of blocks.", **_COUNT},
+    "enable_host_caching": {"help": "Keep what is evicted from the prefix cache in that memory.", "is_flag": True},
+    "preemption_mode": {
+        "help": "Of a request that must make room: swap, recompute, or auto for the cheaper one.",
+        "metavar": "MODE",
+    },
+    "max_preemptions": {"help": "How often one request may have to make room.", **_COUNT},
     "batch_invariant": {"help": "The same tokens whatever else is in the batch.", "is_flag": True},
     "tokenizer": {"help": "Take the tokenizer from another folder, file or hub id.", "metavar": "MODEL"},
     "load_format": {"help": "auto, safetensors, gguf, or dummy for random weights.", "metavar": "FORMAT"},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
+from itertools import islice
 
 from pagedkv.api.errors import InternalError
 from pagedkv.core.prefix_index import PrefixIndex
@@ -38,6 +39,11 @@ class BlockPool:
     def available(self) -> int:
         """Blocks that `allocate` can hand out now."""
         return len(self._free) + len(self._cached)
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that `allocate` hands out without evicting one."""
+        return len(self._free)
 
     @property
     def num_cached(self) -> int:
@@ -86,8 +92,23 @@ class BlockPool:
         """How many of `blocks` nobody references: acquiring them lowers `available` by as much."""
         return sum(self._refs[block] == 0 for block in blocks)
 
-    def release(self, blocks: Iterable[int]) -> None:
-        """Drop one reference from each block, in this order: the first released is the first evicted."""
+    def oldest(self, count: int) -> list[int]:
+        """The `count` cached blocks that are evicted next, the first one first."""
+        return list(islice(self._cached, count))
+
+    def grow(self, count: int) -> None:
+        """Add `count` free blocks, whose ids follow on from those there are."""
+        ids = range(self.num_blocks, self.num_blocks + count)
+        self.num_blocks += count
+        self._free[:0] = reversed(ids)
+        self._refs += [0] * count
+        self._owner += [""] * count
+
+    def release(self, blocks: Iterable[int], *, oldest: bool = False) -> None:
+        """Drop one reference from each block, in this order: the first released is the first evicted.
+
+        `oldest`: those that become cached are evicted before all others.
+        """
         for block in blocks:
             refs = self._refs[block]
             if refs <= 0:
@@ -96,8 +117,17 @@ class BlockPool:
             if refs == 1:
                 if self._index.holds(block):
                     self._cached[block] = None
+                    if oldest:
+                        self._cached.move_to_end(block, last=False)
                 else:
                     self._free.append(block)
+
+    def discard(self, block: int) -> None:
+        """Let nobody find `block` any more."""
+        self._index.forget(block)
+        if self._refs[block] == 0:
+            del self._cached[block]
+            self._free.append(block)
 
     def forget_cached(self) -> int:
         """Make every unreferenced block free, so that no prompt hits it any more; returns how many there were."""

@@ -49,6 +49,14 @@ class PrefixIndex:
             found.append(block)
         return found
 
+    def get(self, digest: bytes) -> int | None:
+        """The block that holds this content."""
+        return self._blocks.get(digest)
+
+    def digest(self, block: int) -> bytes:
+        """What a findable block is found by."""
+        return self._hashes[block]
+
     def insert(self, digest: bytes, block: int) -> None:
         """Make `block` findable, unless another block already holds the same content."""
         if digest not in self._blocks and block not in self._hashes:

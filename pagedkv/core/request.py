@@ -11,9 +11,11 @@ from pagedkv.api.records import Int32
 
 
 class State(enum.Enum):
-    """Where a request is: preempted ones wait again."""
+    """Where a request is. Preempted ones wait again or lie in host memory; loading ones have blocks on their way."""
 
     WAITING = "waiting"
+    SWAPPED = "swapped"
+    LOADING = "loading"
     RUNNING = "running"
     FINISHED = "finished"
 
@@ -32,8 +34,10 @@ class Request:
     """A prompt and what became of it. `id` is unique in the engine; `label` is only what the caller calls it.
 
     `tokens` are prompt and output ids while the request holds no row; a running request's are in its row.
-    `limit` is the total length, prompt included, at which it ends. Lower `priority` runs first. The logits of positions
-    0 .. `score_to` - 1 are wanted, and `scored` of them have been given.
+    `limit` is the total length, prompt included, at which it ends. Lower `priority` runs first. Logits of positions
+    0 .. `score_to` - 1 are wanted, `scored` of them have been given. `saved` are the host blocks that hold the first
+    `saved_len` tokens of a swapped one; `lost` counts tokens to be computed once more. `num_cached_tokens` were found
+    in a cache when it started first, `num_host_cached_tokens` of them in host memory.
     """
 
     id: int
@@ -52,8 +56,13 @@ class Request:
     row: int = 0
     hashes: list[bytes] = field(default_factory=list)
     root: bytes = b""
+    saved: list[int] = field(default_factory=list)
+    saved_len: int = 0
+    lost: int = 0
     num_cached_tokens: int | None = None
+    num_host_cached_tokens: int = 0
     num_preemptions: int = 0
+    num_swaps: int = 0
     overtaken: int = 0
 
     @property

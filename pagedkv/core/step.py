@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -59,9 +59,9 @@ class Step:
 class Changes:
     """What happened while a step was chosen: copies to make, requests that started, and some that had to stop."""
 
-    copies: list[tuple[int, int]]
-    admitted: list[Request]
-    preempted: list[Request]
+    copies: list[tuple[int, int]] = field(default_factory=list)
+    admitted: list[Request] = field(default_factory=list)
+    preempted: list[Request] = field(default_factory=list)
 
 
 def compose(state: Rows, rows: Int64, queries: Int32 | None, changes: Changes) -> Step:
@@ -105,7 +105,7 @@ def compose(state: Rows, rows: Int64, queries: Int32 | None, changes: Changes) -
         output_index=(state.length.take(sampled) - state.prompt_len.take(sampled)).astype(np.int64),
         copies=np.array(changes.copies, np.int32).reshape(-1, 2),
         serials=state.serial.take(rows),
-        admitted=tuple(changes.admitted),
+        admitted=tuple(request for request in dict.fromkeys(changes.admitted) if request.row),
         preempted=tuple(changes.preempted),
     )
 

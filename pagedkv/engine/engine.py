@@ -17,6 +17,7 @@ from pagedkv.api.records import Int32, Int64
 from pagedkv.core.request import Reason, Request
 from pagedkv.core.step import Step
 from pagedkv.engine.live import Group, Sample, Text, TokenTexts
+from pagedkv.engine.metrics import EngineMetrics, EngineStats, metrics_of
 from pagedkv.engine.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from pagedkv.engine.prompts import Prompt, PromptType, read_prompt
 from pagedkv.engine.setup import Parts
@@ -26,6 +27,7 @@ from pagedkv.sampling.params import SamplingParams
 from pagedkv.sampling.sampler import Sampler
 
 _log = logging.getLogger("pagedkv.engine")
+_PRICED_TOKENS = 64  # a step with fewer prompt tokens says little about how fast they are computed
 _SEED_STEP = 0x9E3779B97F4A7C15  # odd, so that consecutive requests get far-apart seeds
 
 
@@ -50,16 +52,6 @@ class _Sampling:
         )
 
 
-@dataclass(slots=True, kw_only=True)
-class EngineStats:
-    """Counters since start; tokens are counted when computed."""
-
-    steps: int = 0
-    computed_tokens: int = 0
-    output_tokens: int = 0
-    finished: int = 0
-
-
 class LLMEngine:
     """Owns the scheduler, the runner and every live request; `LLM` and the command line stand on it."""
 
@@ -69,6 +61,7 @@ class LLMEngine:
         self.tokenizer = parts.tokenizer
         self.stats = EngineStats()
         self._runner = parts.runner
+        self._swap = parts.swap
         self._sampler = Sampler(parts.config.max_num_seqs, parts.vocab_size, parts.config.seed)
         self._token_texts = TokenTexts(parts.tokenizer)
         self._groups: dict[int, Group] = {}
@@ -202,6 +195,21 @@ class LLMEngine:
         """Whether another `step` is needed."""
         return bool(self._groups)
 
+    def metrics(self) -> EngineMetrics:
+        """What it does, in numbers."""
+        return metrics_of(self.scheduler, self.stats)
+
+    def settle(self) -> None:
+        """Wait until every block that is on its way between device and host has arrived."""
+        while self._swap is not None and self.scheduler.tiers.moving:
+            self._swap.begin(self.scheduler.tiers.outbox)
+            self._swap.land(self.scheduler.landed, wait=True)
+
+    def reset_prefix_cache(self) -> int:
+        """Forget all that no request refers to, on the device and in host memory; returns how many blocks."""
+        self._check_alive()
+        return self.scheduler.reset_prefix_cache()
+
     # -- the loop ------------------------------------------------------------------------------------------------------
 
     def step(self) -> list[tuple[int, RequestOutput]]:
@@ -221,10 +229,11 @@ class LLMEngine:
             raise
 
     def _step(self) -> list[tuple[int, RequestOutput]]:
-        step = self.scheduler.schedule()
+        step = self._schedule()
         if step is None:
             return []
         self._admit(step)
+        began = time.perf_counter()
         logits = self._runner.run(step)
         failed = self._score_prompts(step, logits) if len(step.scored) else []
         self.scheduler.commit(step)
@@ -233,11 +242,24 @@ class LLMEngine:
         sampled = self._sampler(sampling.logits, sampling.rows, sampling.index)
         stopped = self._follow(sampling, sampled)
         finished += self.scheduler.append(step, sampled, stopped=stopped, forks=forks)
-        self._count(step, sampled)
+        self._count(step, sampled, time.perf_counter() - began)
         outputs = self._publish(sampling, sampled, finished)
+        if self._swap is not None:
+            self._swap.begin(self.scheduler.tiers.outbox)
         if self.scheduler.idle:
             self.scheduler.check_idle()
         return outputs
+
+    def _schedule(self) -> Step | None:
+        """The next step, transfers begun and taken in on the way; None when all there is to do is wait for one."""
+        if self._swap is None:
+            return self.scheduler.schedule()
+        self._swap.land(self.scheduler.landed)
+        step = self.scheduler.schedule()
+        self._swap.begin(self.scheduler.tiers.outbox)
+        if step is None:
+            self._swap.land(self.scheduler.landed, wait=True)
+        return step
 
     def _admit(self, step: Step) -> None:
         now = time.monotonic()
@@ -247,7 +269,17 @@ class LLMEngine:
             if sample.group.metrics.first_scheduled_time is None:
                 sample.group.metrics.first_scheduled_time = now
         for request in step.preempted:
-            _log.info("request %s preempted: no block left; it will be computed again", request.label)
+            _log.info("request %s preempted: no block left; %s", request.label, self._fate(request))
+
+    def _fate(self, request: Request) -> str:
+        """What becomes of a preempted request, and at what price."""
+        price, size = self.scheduler.price, self.scheduler.config.block_size
+        if request.saved_len:
+            copying, computing = price.copying(len(request.saved)), price.computing(request.saved_len)
+            costs = "" if copying is None else f" ({2e3 * copying:.1f} ms there and back"
+            costs += f", {1e3 * computing:.1f} ms to compute again)" if costs and computing else ")" if costs else ""
+            return f"{request.saved_len} tokens, {len(request.saved)} blocks of {size}, go to host memory{costs}"
+        return "it will be computed again"
 
     def _set_row(self, sample: Sample, request: Request) -> None:
         group, tokens = sample.group, self.scheduler.tokens_of(request).tolist()
@@ -331,7 +363,10 @@ class LLMEngine:
         ):
             sample.logprobs.append(self._token_texts.logprobs(scores or []))
 
-    def _count(self, step: Step, sampled: Int32) -> None:
+    def _count(self, step: Step, sampled: Int32, seconds: float) -> None:
+        prompt_tokens = step.batch.num_tokens - step.batch.num_decode
+        if prompt_tokens >= _PRICED_TOKENS and 2 * prompt_tokens >= step.batch.num_tokens:
+            self.scheduler.price.saw_prefill(prompt_tokens, seconds)
         self.stats.steps += 1
         self.stats.computed_tokens += step.batch.num_tokens
         self.stats.output_tokens += int((sampled >= 0).sum())
@@ -394,6 +429,8 @@ class LLMEngine:
         if self._dead is None:
             self._dead = RuntimeError("it was closed")
             self._forget()
+        if self._swap is not None:
+            self._swap.close()
         self._runner.close()
 
     def _forget(self) -> None:

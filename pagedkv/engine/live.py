@@ -143,6 +143,7 @@ class Group:
         """All samples as they are, those of `news` as given there."""
         requests = [sample.request for sample in self.samples if sample.request is not None]
         self.metrics.num_preemptions = sum(request.num_preemptions for request in requests)
+        self.metrics.num_swaps = sum(request.num_swaps for request in requests)
         given = {completion.index: completion for completion in news}
         return RequestOutput(
             request_id=self.label,
@@ -151,6 +152,7 @@ class Group:
             outputs=[given.get(sample.index) or sample.describe() for sample in self.samples],
             finished=self.complete,
             num_cached_tokens=requests[0].num_cached_tokens or 0,
+            num_host_cached_tokens=requests[0].num_host_cached_tokens,
             prompt_logprobs=self.prompt_logprobs,
             metrics=self.metrics,
         )

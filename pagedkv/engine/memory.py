@@ -7,17 +7,27 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
+import psutil
+
 from pagedkv.api import MemoryInfo, PoolCost
 from pagedkv.api.errors import BackendError, ConfigError, OutOfDeviceMemory, PagedKVError
-from pagedkv.config import show_bytes
+from pagedkv.config import EngineConfig, show_bytes
+from pagedkv.engine.swap import HostPlan, host_plan
 
 _log = logging.getLogger("pagedkv.engine")
 _T = TypeVar("_T")
 
+AUTO_SWAP = 4 << 30
+AUTO_PART = 4
+"""Left to the engine, host memory for blocks is 4 GiB, or a quarter of what is available if that is less."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryRequest:
-    """What the user asked for, and what the engine needs besides the cache. Sizes in bytes; the note is for people."""
+    """What the user asked for, and what the engine needs besides the cache. Sizes in bytes; the note is for people.
+
+    `host`: memory for blocks on the host; where that is the device's own, it is a part of the same budget.
+    """
 
     num_blocks: int | None
     kv_cache_bytes: int | None
@@ -28,6 +38,7 @@ class MemoryRequest:
     max_num_seqs: int
     max_model_len: int
     weights_note: str = ""
+    host: HostPlan | None = None
 
     @property
     def useful_blocks(self) -> int:
@@ -47,6 +58,7 @@ class MemoryPlan:
     room: int | None
     rule: str
     weights_note: str = ""
+    host: HostPlan | None = None
 
     @property
     def cache(self) -> int:
@@ -55,8 +67,8 @@ class MemoryPlan:
 
     @property
     def total(self) -> int:
-        """Bytes the engine will hold."""
-        return self.weights + self.workspace + self.cache
+        """Bytes of the device's memory that the engine will hold."""
+        return self.weights + self.workspace + self.cache + shared_bytes(self.host)
 
     def table(self) -> str:
         """The budget as text, one part a line."""
@@ -71,9 +83,56 @@ class MemoryPlan:
                 f"{show_bytes(self.cache)} = {self.num_blocks} blocks of {show_bytes(self.cost.per_block)}"
                 f" + {show_bytes(self.cost.fixed)} of the backend's own",
             ),
+            *([("swap", _host_text(self.host))] if self.host is not None else []),
             ("together", f"{show_bytes(self.total)}, cache sized by {self.rule}"),
         ]
         return "\n".join(f"  {name:<10} {text}" for name, text in rows)
+
+
+def shared_bytes(host: HostPlan | None) -> int:
+    """What host memory for blocks takes of the device's own."""
+    return host.nbytes if host is not None and host.shared else 0
+
+
+def _host_text(host: HostPlan) -> str:
+    where = "in this same memory" if host.shared else "in host memory"
+    return f"up to {show_bytes(host.nbytes)} = {host.blocks} blocks {where}, made when needed"
+
+
+def choose_host(
+    config: EngineConfig, placements: frozenset[str], memory: MemoryInfo, cost: Callable[[], PoolCost], name: str
+) -> HostPlan | None:
+    """Host memory for blocks, as asked for or as fits; None for none. Raises `ConfigError` where there can be none."""
+    explicit = config.swap_blocks is not None or config.swap_bytes is not None
+    if config.swap_blocks == 0 or config.swap_bytes == 0:
+        return None
+    if "host" not in placements:
+        if explicit:
+            asked = f"swap_space={config.swap_space!r}" if config.swap_blocks is None else f"{config.swap_blocks=}"
+            raise ConfigError(
+                f"{asked.replace('config.', '')}: backend {name} has no host memory beside its own; leave it out, and "
+                "preempted requests are computed again"
+            )
+        return None
+    if not explicit and memory.unified:
+        if config.swap_space == "auto":
+            _log.info("swap_space=auto is 0 here: the memory of %s is the host's", name)
+        return None
+    size = config.swap_bytes if explicit else min(AUTO_SWAP, psutil.virtual_memory().available // AUTO_PART)
+    plan = host_plan(cost(), blocks=config.swap_blocks, nbytes=size or 0, shared=memory.unified)
+    if plan is None and explicit:
+        raise ConfigError(
+            f"swap_space={config.swap_space!r} holds no block of {show_bytes(cost().per_block)}; raise it"
+        )
+    if plan is not None and plan.shared:
+        _log.warning(
+            "the host memory for %d blocks is the same memory that the cache of %s lies in: it costs up to %s of the "
+            "one budget, and more cache would do as well (kv_cache_memory)",
+            plan.blocks,
+            name,
+            show_bytes(plan.nbytes),
+        )
+    return plan
 
 
 def read_memory(ask: Callable[[], _T], backend: str) -> _T:
@@ -98,7 +157,7 @@ def plan_memory(
     available. What the engine sizes itself never exceeds what its sequences can use, nor what was available when it
     was first asked: the budget comes from a later question, and other processes take and give memory meanwhile.
     """
-    needed = request.weights + request.workspace
+    needed = request.weights + request.workspace + shared_bytes(request.host)
     available = _available(memory)
     room = None if available is None else available - needed
     if request.num_blocks is not None:
@@ -120,6 +179,7 @@ def plan_memory(
         room=room,
         rule=rule,
         weights_note=request.weights_note,
+        host=request.host,
     )
     if blocks < 2 or (room is not None and plan.cache > room):
         raise _does_not_fit(plan, room)
@@ -143,7 +203,7 @@ def _size(
                 free=max(room, 0),
             )
         return request.kv_cache_bytes, f"kv_cache_memory={show_bytes(request.kv_cache_bytes)}"
-    size = kv_budget(request.fraction, request.weights + request.workspace)
+    size = kv_budget(request.fraction, request.weights + request.workspace + shared_bytes(request.host))
     if size is None:
         raise ConfigError(
             'the backend cannot tell how much memory it has: set kv_cache_memory="1GiB" (or what you can spare), '

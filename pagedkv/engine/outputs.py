@@ -7,13 +7,18 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True, kw_only=True)
 class RequestMetrics:
-    """Moments of one request in seconds of `time.monotonic()`; None until they have come."""
+    """Moments of one request in seconds of `time.monotonic()`; None until they have come.
+
+    `num_preemptions` counts how often it had to stop for others, `num_swaps` how often its blocks then went to host
+    memory rather than being computed again.
+    """
 
     arrival_time: float
     first_scheduled_time: float | None = None
     first_token_time: float | None = None
     finished_time: float | None = None
     num_preemptions: int = 0
+    num_swaps: int = 0
 
     @property
     def time_in_queue(self) -> float | None:
@@ -68,7 +73,8 @@ class RequestOutput:
     """One request's result so far. `request_id` is the caller's label, or the engine's id as text.
 
     `outputs` has one entry for each of the `n` samples. `prompt_logprobs` has one for each prompt token, if asked for:
-    None for the first, then the token's own record and those of the most probable, by id.
+    None for the first, then the token's own record and those of the most probable, by id. `num_cached_tokens` of the
+    prompt were found in a cache, `num_host_cached_tokens` of these in host memory.
     """
 
     request_id: str
@@ -77,5 +83,6 @@ class RequestOutput:
     outputs: list[CompletionOutput] = field(default_factory=list)
     finished: bool = False
     num_cached_tokens: int = 0
+    num_host_cached_tokens: int = 0
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     metrics: RequestMetrics

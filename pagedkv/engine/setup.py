@@ -14,16 +14,21 @@ from pagedkv.api import (
     LayerSpec,
     Limits,
     OpSpec,
+    Pool,
+    PoolCost,
     PoolSpec,
     UnsupportedError,
 )
 from pagedkv.api.errors import ConfigError
 from pagedkv.config import DTYPES, EngineConfig, claim_options, show_bytes
 from pagedkv.core.negotiation import BATCH_INVARIANT, Choice, Requirements, negotiate
+from pagedkv.core.price import Price
 from pagedkv.core.scheduler import MAX_SCORED, Scheduler, SchedulerConfig
-from pagedkv.engine.memory import MemoryPlan, MemoryRequest, plan_memory, read_memory
+from pagedkv.core.tiers import HostMemory
+from pagedkv.engine.memory import MemoryPlan, MemoryRequest, choose_host, plan_memory, read_memory
 from pagedkv.engine.quantization import against_packing, check_packing, describe, name_of, weights_note
 from pagedkv.engine.runner import Runner
+from pagedkv.engine.swap import HostPlan, Swap
 from pagedkv.models.bridge import BridgedCheckpoint, BridgedConfig
 from pagedkv.models.checkpoint import Checkpoint, open_checkpoint
 from pagedkv.models.config import ModelConfig
@@ -51,6 +56,7 @@ class Parts:
     max_model_len: int
     scheduler: Scheduler
     runner: Runner
+    swap: Swap | None
     tokenizer: Tokenizer | None
     end_ids: tuple[int, ...]
     vocab_size: int
@@ -127,7 +133,10 @@ def _load(
     for layer, values in model.sinks.items():
         backend.bind(pool, layer, {"sinks": values.numpy()})
     facts = (str(checkpoint.path), choice.dtype, choice.kv_dtype, choice.block_size, weights.formats)
-    scheduler = Scheduler(_scheduler_config(config, memory, choice, max_model_len), repr(facts).encode())
+    sizes = _scheduler_config(config, memory, choice, max_model_len)
+    swap = None if memory.host is None else _swap(config, backend, pool, memory.host)
+    host = None if swap is None else HostMemory(more=swap.more, caching=_caches_on_host(config))
+    price = None if swap is None else swap.price
     return Parts(
         config=config,
         backend_name=selected.name,
@@ -137,12 +146,41 @@ def _load(
         quantization=name_of(weights),
         memory=memory,
         max_model_len=max_model_len,
-        scheduler=scheduler,
+        scheduler=Scheduler(sizes, repr(facts).encode(), memory=host, price=price),
         runner=Runner(backend, pool, model, nan_safe="nan_safe" in backend.capabilities().features),
+        swap=swap,
         tokenizer=tokenizer,
         end_ids=_end_ids(checkpoint, tokenizer),
         vocab_size=checkpoint.config.vocab_size,
     )
+
+
+def _caches_on_host(config: EngineConfig) -> bool:
+    return config.enable_prefix_caching and config.enable_host_caching
+
+
+def _swap(config: EngineConfig, backend: AttentionBackend, pool: Pool, plan: HostPlan) -> Swap:
+    """The copies to host memory and their first price, which is told."""
+    given = {"bandwidth": config.copy_bytes, "prefill": config.prefill_rate}
+    price = Price(
+        block_bytes=plan.cost.per_block,
+        mode=config.preemption_mode,
+        bandwidth=config.copy_bytes,
+        prefill=config.prefill_rate,
+        fixed=frozenset(name for name, value in given.items() if value is not None),
+    )
+    swap = Swap(backend, pool, plan, price)
+    swap.measure()
+    _log.info(
+        "host memory for up to %d blocks (%s), made when needed; copies %s/s (%s)%s; preempted requests: %s",
+        plan.blocks,
+        show_bytes(plan.nbytes),
+        show_bytes(int(price.bandwidth or 0)),
+        "given" if "bandwidth" in price.fixed else "measured",
+        "; evicted cached blocks are kept there" if _caches_on_host(config) else "",
+        "whichever is cheaper, copies or computing again" if price.mode == "auto" else price.mode,
+    )
+    return swap
 
 
 def _only_promised(choice: Choice, config: EngineConfig, backend: AttentionBackend, name: str) -> Choice:
@@ -234,6 +272,7 @@ def _plan(
         fraction=config.gpu_memory_utilization,
         weights=weights.nbytes,
         weights_note=weights_note(weights),
+        host=_host(config, selected, backend, spec),
         workspace=checkpoint.workspace(tokens, rows + min(MAX_SCORED, tokens), choice.dtype),
         block_size=choice.block_size,
         max_num_seqs=rows,
@@ -247,6 +286,16 @@ def _plan(
     return plan_memory(request, cost, read_memory(backend.memory, selected.name), kv_budget)
 
 
+def _host(
+    config: EngineConfig, selected: plugins.Selected, backend: AttentionBackend, spec: PoolSpec
+) -> HostPlan | None:
+    def cost() -> PoolCost:
+        return plugins.pool_cost(selected, backend, dataclasses.replace(spec, placement="host"))
+
+    memory = read_memory(backend.memory, selected.name)
+    return choose_host(config, backend.capabilities().placements, memory, cost, selected.name)
+
+
 def _scheduler_config(config: EngineConfig, memory: MemoryPlan, choice: Choice, max_model_len: int) -> SchedulerConfig:
     return SchedulerConfig(
         num_blocks=memory.num_blocks,
@@ -257,6 +306,7 @@ def _scheduler_config(config: EngineConfig, memory: MemoryPlan, choice: Choice, 
         chunked_prefill=config.enable_chunked_prefill,
         prefix_caching=config.enable_prefix_caching,
         max_overtakes=config.max_overtakes,
+        max_preemptions=config.max_preemptions,
     )
 
 

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 from pagedkv.api.errors import InternalError, RequestInvalid, RequestTooLong
+from pagedkv.core.budget import budget
 from pagedkv.core.request import Reason, State, pack
-from pagedkv.core.scheduler import SchedulerConfig, budget, victim
+from pagedkv.core.scheduler import SchedulerConfig, victim
 from pagedkv.core.step import spread
 from tests.helpers.core_rig import Rig, solo
 
@@ -18,10 +19,10 @@ def config(**names: object) -> SchedulerConfig:
 
 def test_budget_serves_single_tokens_first_then_chunks_in_order() -> None:
     need = np.array([9, 1, 4, 1, 6], np.int32)
-    queries, left = budget(need, config(max_num_batched_tokens=13))
+    queries, left = budget(need, 13)
     assert queries.tolist() == [9, 1, 2, 1, 0]
     assert left == 0
-    queries, left = budget(need, config(max_num_batched_tokens=30))
+    queries, left = budget(need, 30)
     assert queries.tolist() == [9, 1, 4, 1, 6]
     assert left == 9
 

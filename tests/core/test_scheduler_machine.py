@@ -1,4 +1,7 @@
-"""The core under random histories, against a dict model of what every slot holds (U11, U12, U13, U23, U35, U38)."""
+"""The core under random histories, against a dict model of what every slot holds (U11, U12, U13, U23, U25, U35, U38).
+
+With host memory, copies land when the machine likes, and read their source at the first or at the last moment.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +20,9 @@ PROMPTS = st.builds(
 )
 
 
+LISTS = ("waiting", "swapped", "loading", "running")
+
+
 class CoreMachine(RuleBasedStateMachine):
     requests = Bundle("requests")
 
@@ -29,9 +35,19 @@ class CoreMachine(RuleBasedStateMachine):
         caching=st.booleans(),
         max_overtakes=st.integers(0, 3),
         max_scored=st.integers(1, 9),
+        host=st.fixed_dictionaries(
+            {
+                "host_blocks": st.sampled_from([None, 0, 1, 2, 7, 50]),
+                "host_caching": st.booleans(),
+                "host_pool": st.sampled_from([1, 3, 50]),
+                "mode": st.sampled_from(["swap", "swap", "recompute"]),
+                "max_preemptions": st.integers(1, 4),
+            }
+        ),
     )
-    def build(self, block_size, tokens, max_num_seqs, extra, chunked, caching, max_overtakes, max_scored):
+    def build(self, block_size, tokens, max_num_seqs, extra, chunked, caching, max_overtakes, max_scored, host):
         self.rig = Rig(
+            **host,
             block_size=block_size,
             num_blocks=2 + tokens // block_size,
             max_num_seqs=max_num_seqs,
@@ -86,21 +102,38 @@ class CoreMachine(RuleBasedStateMachine):
         was_open = request.state is not State.FINISHED
         assert self.rig.scheduler.abort(request) == was_open
 
-    @rule(count=st.integers(1, 8))
-    def step(self, count):
+    @rule(count=st.integers(1, 8), land=st.booleans())
+    def step(self, count, land):
         for _ in range(count):
-            self.rig.step()
+            self.rig.step(land)
+
+    @rule(data=st.data())
+    def land_one(self, data):
+        if self.rig.moving:
+            self.rig.land(data.draw(st.sampled_from(list(self.rig.moving))))
 
     @rule(request=requests)
     def abort_while_a_step_is_computed(self, request):
-        step = self.rig.scheduler.schedule()
+        step = self.rig.schedule(land=False)
         if step is not None:
             self.rig.compute(step, between=lambda: self.rig.scheduler.abort(request))
 
     @rule()
     def reset_cache(self):
         self.rig.scheduler.reset_prefix_cache()
-        assert self.rig.scheduler.pool.num_cached == 0
+        assert self.rig.scheduler.pool.num_cached == self.rig.scheduler.tiers.host.num_cached == 0
+
+    @rule()
+    def interrupt_a_step(self):
+        self.rig.schedule(land=False)
+        self.rig.scheduler.restart()
+
+    @rule()
+    def change_weights(self):
+        """Whatever was stored is worthless from now on: nobody reads it."""
+        self.rig.scheduler.flush()
+        self.rig.memory.clear()
+        self.rig.host.clear()
 
     @invariant()
     def sound(self):
@@ -111,7 +144,18 @@ class CoreMachine(RuleBasedStateMachine):
         pool = scheduler.pool
         assert pool.available + pool.num_used == self.rig.config.num_blocks - 1
         assert 0 <= pool.num_cached <= pool.available
-        assert len(scheduler.running) + scheduler.rows.num_free == self.rig.config.max_num_seqs
+        host = scheduler.tiers.host
+        assert host.available + host.num_used == host.num_blocks - 1
+        assert 0 <= host.num_cached <= host.available
+        with_rows = len(scheduler.running) + len(scheduler.loading)
+        assert with_rows + scheduler.rows.num_free == self.rig.config.max_num_seqs
+        for request, _ in self.expected.values():
+            listed = [
+                name for name in ("waiting", "swapped", "loading", "running") if request in getattr(scheduler, name)
+            ]
+            assert listed == ([] if request.state is State.FINISHED else [request.state.value])
+            assert request.num_preemptions <= scheduler.config.max_preemptions
+            assert bool(request.saved) <= (request.state in (State.SWAPPED, State.LOADING))
 
     def teardown(self):
         if not hasattr(self, "rig"):
@@ -137,6 +181,6 @@ class CoreMachine(RuleBasedStateMachine):
 
 TestCoreMachine = pytest.mark.filterwarnings("ignore")(CoreMachine.TestCase)
 TestCoreMachine.settings = settings(
-    max_examples=120, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=200, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
 )
 assert VOCAB == 5, "end ids above are drawn from the rig's vocabulary"

@@ -11,9 +11,11 @@ import hashlib
 
 import numpy as np
 
+from pagedkv.core.price import Price
 from pagedkv.core.request import Request, State, pack
 from pagedkv.core.scheduler import Scheduler, SchedulerConfig
 from pagedkv.core.step import Step
+from pagedkv.core.tiers import HostMemory, Transfer
 
 VOCAB = 5
 Prefix = tuple[bytes, tuple[int, ...]]
@@ -36,7 +38,15 @@ def solo(
 
 
 class Rig:
-    def __init__(self, **settings: object) -> None:
+    def __init__(
+        self,
+        host_blocks: int | None = None,
+        host_caching: bool = True,
+        host_pool: int = 3,
+        mode: str = "swap",
+        **settings: object,
+    ) -> None:
+        """`host_blocks`: how much host memory there is, made `host_pool` blocks at a time; None for none at all."""
         defaults: dict[str, object] = {
             "num_blocks": 9,
             "block_size": 4,
@@ -45,8 +55,14 @@ class Rig:
             "max_model_len": 64,
         }
         self.config = SchedulerConfig(**(defaults | settings))  # type: ignore[arg-type]
-        self.scheduler = Scheduler(self.config)
+        self._host_left, self._host_pool = host_blocks or 0, host_pool
+        memory = None if host_blocks is None else HostMemory(more=self._more_host, caching=host_caching)
+        self.scheduler = Scheduler(self.config, memory=memory, price=Price(block_bytes=1, mode=mode))
         self.memory: dict[int, Prefix] = {}
+        self.host: dict[int, Prefix] = {}
+        """The same slots of host blocks."""
+        self.moving: dict[Transfer, list[tuple[int, Prefix | None]] | None] = {}
+        """Transfers under way: what was read already, for those that read early."""
         self.finished: list[Request] = []
         self.steps: list[Step] = []
         self.samples: dict[int, int] = {}
@@ -58,11 +74,61 @@ class Rig:
     def add(self, prompt: list[int], max_tokens: int | None = 3, **names: object) -> Request:
         return self.scheduler.add(pack(prompt), max_tokens=max_tokens, **names)  # type: ignore[arg-type]
 
-    def step(self) -> Step | None:
-        step = self.scheduler.schedule()
+    def _more_host(self) -> int:
+        made = min(self._host_pool, self._host_left)
+        self._host_left -= made
+        return made
+
+    def step(self, land: bool = True) -> Step | None:
+        """`land`: whatever was on its way before this step arrives."""
+        step = self.schedule(land)
         if step is not None:
             self.compute(step)
         return step
+
+    def schedule(self, land: bool = True) -> Step | None:
+        if land:
+            self.land(*self.moving)
+        step = self.scheduler.schedule()
+        self._begin_all()
+        if step is None and not land and self.moving:
+            self.land(next(iter(self.moving)))
+        return step
+
+    def _begin_all(self) -> None:
+        while self.scheduler.tiers.outbox:
+            self._begin(self.scheduler.tiers.outbox.popleft())
+
+    def _begin(self, transfer: Transfer) -> None:
+        """Every second transfer reads now, the others when they land; what they write is garbage until then."""
+        if not transfer.to_host:
+            for block in transfer.device_blocks:
+                self._poison(self.memory, block)
+        else:
+            for block in transfer.host_blocks:
+                self._poison(self.host, block)
+        self.moving[transfer] = self._read_blocks(transfer) if len(self.moving) % 2 else None
+
+    def _poison(self, memory: dict[int, Prefix], block: int) -> None:
+        for slot in range(block * self.config.block_size, (block + 1) * self.config.block_size):
+            memory[slot] = (b"poison", ())
+
+    def _read_blocks(self, transfer: Transfer) -> list[tuple[int, Prefix | None]]:
+        source, size = self.memory if transfer.to_host else self.host, self.config.block_size
+        return [
+            (to * size + offset, source.get(at * size + offset))
+            for at, to in transfer.pairs.tolist()
+            for offset in range(size)
+        ]
+
+    def land(self, *transfers: Transfer) -> None:
+        for transfer in transfers:
+            read = self.moving.pop(transfer)
+            target = self.host if transfer.to_host else self.memory
+            for slot, held in self._read_blocks(transfer) if read is None else read:
+                if held is not None:
+                    target[slot] = held
+            self.scheduler.landed(transfer)
 
     def compute(self, step: Step, between: object = None) -> None:
         batch = step.batch
@@ -97,6 +163,7 @@ class Rig:
         forks = [child for parent in producers if parent is not None for child in self._fork(parent)]
         sampled = [-1 if request is None else self._next(request) for request in [*producers, *forks]]
         self.finished += self.scheduler.append(step, np.array(sampled, np.int32), forks=forks)
+        self._begin_all()
         self.steps.append(step)
 
     def _fork(self, parent: Request) -> list[Request]:
@@ -132,12 +199,16 @@ class Rig:
                 break
             self.step()
             self.scheduler.check()
+        while self.moving:  # what is cached may still be on its way to the host
+            self.land(*self.moving)
+            self.scheduler.check()
         assert self.scheduler.idle, f"still {self.scheduler.running} running"
         self.scheduler.check_idle()
         pool = self.scheduler.pool
         assert pool.num_used == 0
         assert pool.available == self.config.num_blocks - 1
         assert self.scheduler.rows.num_free == self.config.max_num_seqs
+        assert self.scheduler.tiers.host.num_used == 0
 
     def run(self, prompt: list[int], max_tokens: int | None = 3, **names: object) -> Request:
         request = self.add(prompt, max_tokens, **names)

@@ -49,7 +49,12 @@ def engine(family: str = "llama", **settings: Any) -> Iterator[LLM]:
 
 
 def drained(llm: LLM) -> None:
-    """DRAIN: nothing runs or waits, no block is referenced, free + cached = all, and the gauges agree."""
+    """DRAIN: nothing runs or waits, no block is referenced, free + cached = all, on both levels, as the gauges say."""
+    llm.engine.settle()
+    gauges = llm.metrics()
+    assert (gauges.running, gauges.waiting, gauges.swapped, gauges.loading) == (0, 0, 0, 0)
+    for level, blocks in ((gauges.device, llm.engine.scheduler.pool), (gauges.host, llm.engine.scheduler.tiers.host)):
+        assert (level.used, level.moving, level.cached + level.free) == (0, 0, blocks.usable)
     scheduler, pool = llm.engine.scheduler, llm.engine.scheduler.pool
     assert (len(scheduler.running), len(scheduler.waiting)) == (0, 0)
     assert not llm.engine.has_unfinished_requests()
