@@ -2,7 +2,7 @@
 
     append(k, v, cache, slots)                                        append.py
     attend(q, out, cache, layer, rows, scratch, lse=None)             attention.py
-        scratch_floats(q_heads, v_dim, rows, decode_q, context)       floats that `attend` needs beside its arguments
+        scratch_floats(q_heads, v_dim, rows, decode_q=1)              floats of `scratch` that are always enough
     rms_norm(x, weight, eps), add_rms_norm(x, residual, weight, eps)  ops.py, all with the meaning of `pagedkv.ops`
     rope(q, k, cos, sin), silu_mul(x), gelu_tanh_mul(x)
     greedy(logits), sample(logits, numbers, temperature, top_k, top_p)   sampling.py

@@ -1,0 +1,47 @@
+"""Launches sampling on the device: ids without bringing logits to the host."""
+
+from __future__ import annotations
+
+import torch
+
+from pagedkv_cuda.kernels.grids import one_axis, power_of_two
+from pagedkv_cuda.kernels.jit_sampling import greedy_row, sample_row
+
+BLOCK = 4096
+"""Logits that one program looks at a time."""
+
+
+def greedy(logits: torch.Tensor) -> torch.Tensor:
+    """The most probable id of each row: logits [n, V] -> int32 [n]; of equal logits the lowest id.
+
+    -1 stands for a row with a NaN, or with nothing above minus infinity.
+    """
+    ids = torch.empty(len(logits), dtype=torch.int32, device=logits.device)
+    if len(logits):
+        vocab, block = _widths(logits)
+        greedy_row[one_axis(len(logits), "greedy")](logits, ids, logits.stride(0), V=vocab, BLOCK=block, num_warps=8)
+    return ids
+
+
+def sample(
+    logits: torch.Tensor, numbers: torch.Tensor, temperature: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor
+) -> torch.Tensor:
+    """One id for each row: logits [n, V], numbers [n] in [0, 1) -> int32 [n].
+
+    The k most probable tokens stay (top_k [n] int32, V is off), of these the fewest that hold top_p [n] of their
+    mass (1 is off); the id is the first, in the order of ids, whose cumulated probability exceeds the row's
+    number. temperature [n]; 0 is greedy. Plus infinity takes the lowest id that has it; -1 as in `greedy`.
+    Masses are summed in float32: a cut within 1e-6 of a token's edge may fall on either side of it.
+    numbers, temperature and top_p are float32.
+    """
+    ids = torch.empty(len(logits), dtype=torch.int32, device=logits.device)
+    if len(logits):
+        vocab, block = _widths(logits)
+        sample_row[one_axis(len(logits), "sampling")](
+            logits, numbers, temperature, top_k, top_p, ids, logits.stride(0), V=vocab, BLOCK=block, num_warps=8
+        )
+    return ids
+
+
+def _widths(logits: torch.Tensor) -> tuple[int, int]:
+    return logits.shape[1], min(power_of_two(logits.shape[1]), BLOCK)

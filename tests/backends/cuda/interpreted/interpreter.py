@@ -1,0 +1,133 @@
+"""Triton's interpreter made fit for tests: bfloat16 as a GPU computes it, and no access outside a tensor.
+
+As it comes, the interpreter multiplies the bit patterns of bfloat16 as whole numbers, truncates where it narrows, and
+reads whatever lies at a wrong address. Both repairs hold for triton 3.6 to 3.9.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+import triton.language as tl
+from triton.runtime import interpreter as own
+
+Builder = own.InterpreterBuilder
+COMPARISONS = {np.less, np.less_equal, np.greater, np.greater_equal, np.equal, np.not_equal}
+
+
+class OutOfBounds(Exception):
+    """A kernel touched memory outside every tensor that it was given."""
+
+
+def install() -> None:
+    """Replace what is wrong, once in a process."""
+    Builder.create_dot, Builder.cast_impl = _repaired_dot(Builder.create_dot), _repaired_cast(Builder.cast_impl)
+    Builder.binary_op, Builder.create_fp_to_fp = (
+        _repaired_binary(Builder.binary_op),
+        _repaired_narrow(Builder.create_fp_to_fp),
+    )
+    own.GridExecutor._init_args_hst = _noting(own.GridExecutor._init_args_hst)
+    Builder.create_masked_load = _checked(Builder.create_masked_load, "load")
+    Builder.create_masked_store = _checked(Builder.create_masked_store, "store")
+
+
+# -- bfloat16 ----------------------------------------------------------------------------------------------------------
+
+
+def widened(bits):
+    return (bits.astype(np.uint32) << 16).view(np.float32)
+
+
+def narrowed(numbers):
+    """float32 to the bits of bfloat16, to nearest even."""
+    bits = np.ascontiguousarray(numbers, np.float32).view(np.uint32)
+    nearest = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+    return np.where(np.isnan(numbers), np.uint16(0x7FC0), nearest)
+
+
+def _is_bf16(handle):
+    return handle.dtype.scalar == tl.bfloat16
+
+
+def _wide(handle):
+    return own.TensorHandle(widened(handle.data), tl.float32) if _is_bf16(handle) else handle
+
+
+def _repaired_dot(dot):
+    return lambda self, a, b, *rest: dot(self, _wide(a), _wide(b), *rest)
+
+
+def _repaired_cast(cast):
+    def repaired(self, source, target):
+        wanted = target.scalar
+        if _is_bf16(source) and wanted != tl.bfloat16:
+            return _wide(source) if wanted == tl.float32 else cast(self, _wide(source), target)
+        if wanted == tl.bfloat16 and not _is_bf16(source):
+            return own.TensorHandle(narrowed(source.data.astype(np.float32)), tl.bfloat16)
+        return cast(self, source, target)
+
+    return repaired
+
+
+def _repaired_narrow(narrow):
+    def repaired(self, source, target, rounding):
+        kinds = (source.dtype.scalar, target.scalar)
+        if tl.bfloat16 in kinds and min(kind.primitive_bitwidth for kind in kinds) >= 16:
+            return self.cast_impl(source, target)
+        return narrow(self, source, target, rounding)
+
+    return repaired
+
+
+def _repaired_binary(binary):
+    def repaired(self, left, right, operation):
+        if not (_is_bf16(left) and _is_bf16(right)):
+            return binary(self, left, right, operation)
+        result = operation(widened(left.data), widened(right.data))
+        return own.TensorHandle(result if operation in COMPARISONS else narrowed(result), tl.bfloat16)
+
+    return repaired
+
+
+# -- bounds ------------------------------------------------------------------------------------------------------------
+
+_spans: list[tuple[int, int]] = []
+
+
+def _noting(init):
+    def noting(self, args, kwargs):
+        result = init(self, args, kwargs)
+        given = [*result[0], *result[1].values()]
+        tensors = [x if isinstance(x, torch.Tensor) else getattr(x, "base", None) for x in given]
+        _spans[:] = sorted(_span(x) for x in tensors if isinstance(x, torch.Tensor) and x.numel())
+        return result
+
+    return noting
+
+
+def _span(tensor):
+    reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+    return tensor.data_ptr(), tensor.data_ptr() + reach * tensor.element_size()
+
+
+def _checked(access, what):
+    def checked(self, pointers, *rest, **more):
+        mask = rest[1] if what == "store" else rest[0]
+        size = max(1, pointers.get_element_ty().primitive_bitwidth // 8)
+        _check(pointers.data, mask.data, size, what)
+        return access(self, pointers, *rest, **more)
+
+    return checked
+
+
+def _check(pointers, mask, size, what):
+    pointers = np.asarray(pointers)
+    wanted = pointers[np.broadcast_to(mask, pointers.shape).astype(bool)]
+    if not wanted.size:
+        return
+    starts = np.array([span[0] for span in _spans], np.uint64)
+    ends = np.array([span[1] for span in _spans], np.uint64)
+    at = np.searchsorted(starts, wanted, side="right").astype(np.int64) - 1
+    bad = (at < 0) | (wanted + np.uint64(size) > ends[np.maximum(at, 0)])
+    if bad.any():
+        raise OutOfBounds(f"{what} of {int(bad.sum())} addresses outside every tensor argument")
