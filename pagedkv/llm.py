@@ -187,6 +187,15 @@ class LLM:
         with self._turns:
             return self.engine.metrics()
 
+    def weights_changed(self) -> None:
+        """To be called once the model's weights were changed in place: what the old ones computed is used no more.
+
+        Cached blocks are forgotten, on the device and in host memory, and open requests keep their tokens, whose keys
+        and values are computed anew.
+        """
+        with self._turns:
+            self.engine.weights_changed()
+
     def reset_prefix_cache(self) -> int:
         """Forget cached blocks, on the device and in host memory, that no request uses; returns how many."""
         with self._turns:

@@ -205,6 +205,11 @@ class LLMEngine:
             self._swap.begin(self.scheduler.tiers.outbox)
             self._swap.land(self.scheduler.landed, wait=True)
 
+    def weights_changed(self) -> None:
+        """Use nothing that was computed so far, on the device or in host memory: open requests are computed anew."""
+        self._check_alive()
+        self.scheduler.flush()
+
     def reset_prefix_cache(self) -> int:
         """Forget all that no request refers to, on the device and in host memory; returns how many blocks."""
         self._check_alive()
