@@ -2,10 +2,10 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-CPP := $(wildcard backends/pagedkv_cpu/csrc/*.h backends/pagedkv_cpu/csrc/*.cpp ci/isa/*.h ci/isa/*.cpp)
+CPP := $(wildcard backends/pagedkv_cpu/csrc/*.h backends/pagedkv_cpu/csrc/*.cpp ci/isa/*.h ci/isa/*.cpp ci/bench/*.cpp)
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: help demo test lint types bench peers compare eval certify support mutants isa clean setup
+.PHONY: help demo test lint types bench bench-kernels peers compare eval certify support mutants isa clean setup
 help:  ## show the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
 
@@ -40,6 +40,10 @@ types: $(VENV)/.dev  ## mypy, strict on the contract, the core and the plugin lo
 
 bench: $(VENV)/.demo  ## the standard work on the demo model, beside the floor that memory sets
 	$(BIN)/pagedkv bench demo --batch-sizes 1,8,16,32 --input-len 128 --output-len 128 --floor
+
+bench-kernels: $(VENV)/.demo  ## the CPU kernels beside the machine's limits; where a step and the start spend time
+	mkdir -p bench-results
+	$(BIN)/python ci/bench/kernels.py demo --json bench-results/kernels.json
 
 peers:  ## environments for the engines that `compare` measures, under .peers; llama.cpp is built from source
 	PYTHON=$(PYTHON) bash ci/bench/peers/setup.sh
