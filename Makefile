@@ -42,7 +42,6 @@ bench: $(VENV)/.demo  ## the standard work on the demo model, beside the floor t
 	$(BIN)/pagedkv bench demo --batch-sizes 1,8,16,32 --input-len 128 --output-len 128 --floor
 
 bench-kernels: $(VENV)/.demo  ## the CPU kernels beside the machine's limits; where a step and the start spend time
-	mkdir -p bench-results
 	$(BIN)/python ci/bench/kernels.py demo --json bench-results/kernels.json
 
 peers:  ## environments for the engines that `compare` measures, under .peers; llama.cpp is built from source

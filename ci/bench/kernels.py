@@ -71,6 +71,8 @@ def main(
     """Measure the kernels of the CPU backend against the limits of this machine."""
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
     _log.setLevel(logging.INFO)
+    if output is not None:
+        output.parent.mkdir(parents=True, exist_ok=True)
     try:
         options = {"threads": threads or cores(), "isa": isa, "kernels": "native"}
         report = json.loads(given.read_text("utf-8")) if given else measured(model, parts, quick, options)
@@ -92,6 +94,7 @@ def measured(model: str, parts: Sequence[str], quick: bool, options: Mapping[str
         described = {**machine(), "date": datetime.date.today().isoformat(), "commit": _commit(), "isa": isa}
         _log.info("limits")
         limits = [measure_limits(backend, isa, count) for count in dict.fromkeys((1, threads))]
+        warn_if_busy(limits)
         kernels = [
             row for name, make in cases.items() if chosen(name, parts) for row in kernel_rows(make, limits[-1], quick)
         ]
@@ -123,6 +126,21 @@ def step_and_start(
         _log.info("start")
         start = startup(model, 1 if quick else REPEATS)
     return steps, start
+
+
+def warn_if_busy(limits: Sequence[Limits]) -> None:
+    """All threads do no less than one, unless others take the cores."""
+    for name in ("read", "copy", "flops", "macs"):
+        one, everyone = getattr(limits[0], name), getattr(limits[-1], name)
+        if everyone < 0.95 * one:
+            _log.warning(
+                "limit %s is lower with %d threads than with one (%.3g, %.3g a second): something else runs on this "
+                "machine, and its figures mean little; end that and measure again",
+                name,
+                limits[-1].threads,
+                everyone,
+                one,
+            )
 
 
 def chosen(name: str, parts: Sequence[str]) -> bool:

@@ -172,6 +172,12 @@ def test_a_limits_program_that_does_not_build_says_what_to_do(monkeypatch):
         limits.peaks("generic", 1)
 
 
+def test_a_busy_machine_is_told(caplog):
+    one = limits.Limits(threads=1, read=100.0, copy=60.0, flops=500.0, macs=1000.0)
+    kernels.warn_if_busy([one, FLOORS])
+    assert [record.args[:2] for record in caplog.records] == [("copy", 2)]
+
+
 # -- the step ----------------------------------------------------------------------------------------------------------
 
 COST = clocks.Cost(inside=0.001, whole=0.003, native_inside=0.0005, native_whole=0.002)
