@@ -678,8 +678,8 @@ class Scheduler:
 
     def _unpublish(self, request: Request) -> None:
         """What gave no usable logits may be stored as such: nobody else is to find it."""
-        held = self.rows.held(request.row)
-        own = [at for at, block in enumerate(held) if self.pool.refs(block) == 1]
+        held, moving = self.rows.held(request.row), self.tiers.moving_refs()
+        own = [at for at, block in enumerate(held) if self.pool.refs(block) - moving[block] == 1]
         for at in own:
             if self.index.holds(held[at]):
                 self.index.forget(held[at])

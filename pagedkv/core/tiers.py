@@ -187,7 +187,8 @@ class Tiers:
         for digest, block in zip(transfer.digests, targets, strict=True):
             if digest is not None:
                 index.insert(digest, block)
-        self.device.release(transfer.device_blocks, oldest=transfer.cached)
+        blocks = transfer.device_blocks
+        self.device.release(reversed(blocks) if transfer.cached else blocks, oldest=transfer.cached)  # as they stood
         self.host.release(transfer.host_blocks)
 
     def forget(self, digests: Iterable[Digest]) -> None:
