@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 CPP := $(wildcard backends/pagedkv_cpu/csrc/*.h backends/pagedkv_cpu/csrc/*.cpp ci/isa/*.h ci/isa/*.cpp ci/bench/*.cpp)
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: help demo test lint types bench bench-kernels peers compare eval certify support mutants isa clean setup
+.PHONY: help demo test lint types bench bench-kernels bench-swap peers compare eval certify support mutants isa clean setup
 help:  ## show the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
 
@@ -43,6 +43,9 @@ bench: $(VENV)/.demo  ## the standard work on the demo model, beside the floor t
 
 bench-kernels: $(VENV)/.demo  ## the CPU kernels beside the machine's limits; where a step and the start spend time
 	$(BIN)/python ci/bench/kernels.py demo --json bench-results/kernels.json
+
+bench-swap: $(VENV)/.demo  ## host memory behind the cache: copies, steps, the price, crowded work, hits
+	$(BIN)/python ci/bench/swap.py demo
 
 peers:  ## environments for the engines that `compare` measures, under .peers; llama.cpp is built from source
 	PYTHON=$(PYTHON) bash ci/bench/peers/setup.sh

@@ -84,16 +84,22 @@ class Swap:
     def more(self) -> int:
         """Make another pool; returns its blocks, 0 when all were made or memory has run out."""
         count = min(self.plan.segment, self._most - self._made)
-        if count < 1:
+        pool = self._alloc(count) if count > 0 else None
+        if pool is None:
             return 0
-        try:
-            self._pools.append(self._backend.alloc_pool(dataclasses.replace(self._spec, num_blocks=count + 1)))
-        except OutOfDeviceMemory as error:
-            self._most = self._made
-            _log.warning("no more host memory for blocks: %s remain; %s", show_bytes(self.nbytes), error)
-            return 0
+        self._pools.append(pool)
         self._made += count
         return count
+
+    def _alloc(self, count: int) -> Pool | None:
+        """A host pool of `count` blocks; None, said once, where memory has run out: none is asked for again."""
+        try:
+            return self._backend.alloc_pool(dataclasses.replace(self._spec, num_blocks=count + 1))
+        except OutOfDeviceMemory as error:
+            self._most = self._made
+            left = f"{show_bytes(self.nbytes)} remain" if self._made else "preempted requests are computed again"
+            _log.warning("no more host memory for blocks: %s; %s", left, error)
+            return None
 
     def begin(self, outbox: deque[Transfer]) -> None:
         """Begin all of `outbox`, after the compute enqueued so far."""
@@ -133,21 +139,23 @@ class Swap:
     # -- a first price -------------------------------------------------------------------------------------------------
 
     def measure(self) -> None:
-        """Time copies of empty blocks each way, before anything lies in the pool."""
+        """Time copies of empty blocks each way, before anything lies in the pool, if there is memory to copy to."""
         if "bandwidth" in self.price.fixed:
             return
         size = self.plan.cost.per_block
         count = max(1, min(self.plan.segment, self._pool.num_blocks - 1, _TIMED_BYTES // size))
-        host = self._backend.alloc_pool(dataclasses.replace(self._spec, num_blocks=count + 1))
+        host = self._alloc(count)
+        if host is None:
+            return
         try:
-            one, many = self._round_trip(host, 1), self._round_trip(host, count)
+            one, many = self.round_trip(host, 1), self.round_trip(host, count)
         finally:
             host.close()
         self.price.latency = one if count == 1 else max(0.0, one - (many - one) / (count - 1))
         rest = many if count == 1 or many <= self.price.latency else many - self.price.latency
         self.price.bandwidth = count * size / max(rest, 1e-9)
 
-    def _round_trip(self, host: Pool, count: int) -> float:
+    def round_trip(self, host: Pool, count: int) -> float:
         """Seconds for `count` blocks, the mean of both directions, the best of some rounds."""
         there = np.stack([np.zeros(count, np.int32), np.arange(1, count + 1, dtype=np.int32)], axis=1)
         back = np.repeat(there[:, 1:], 2, axis=1)
