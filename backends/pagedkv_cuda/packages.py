@@ -1,0 +1,62 @@
+"""The packages that this backend stands on, looked at without importing them."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import re
+from pathlib import Path
+
+from pagedkv_cuda.limits import TRITON_LEAST
+
+EXTRA = "pip install 'pagedkv[cuda]'"
+
+
+def version(distribution: str) -> str | None:
+    """The installed version; None where it is not installed."""
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def torch_cuda() -> str | None:
+    """The CUDA version that torch was built for ("13.0"), from its version file; None without torch or without CUDA."""
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        return None
+    file = Path(spec.origin).with_name("version.py")
+    found = re.search(r"^cuda\b[^=]*=\s*['\"]([\d.]+)['\"]", file.read_text("utf-8"), re.MULTILINE)
+    return found[1] if found else None
+
+
+def why_no_torch(driver_cuda: tuple[int, int] | None) -> str | None:
+    """What speaks against this torch, one line with the way out; `driver_cuda`: the newest CUDA the driver knows."""
+    installed = version("torch")
+    if installed is None:
+        return "torch is not installed: pip install torch"
+    built = torch_cuda()
+    if built is None:
+        return f"torch {installed} is built without CUDA: install a CUDA build of torch in its place"
+    if driver_cuda is not None and int(built.split(".")[0]) > driver_cuda[0]:
+        return (
+            f"the driver knows CUDA up to {driver_cuda[0]}.{driver_cuda[1]}, torch {installed} is built for {built}: "
+            f"update the driver, or install a torch built for CUDA {driver_cuda[0]}"
+        )
+    return None
+
+
+def why_no_triton() -> str | None:
+    """What speaks against this Triton, one line with the way out."""
+    if version("triton-ascend") is not None:
+        return (
+            "triton and triton-ascend overwrite each other's files: pip uninstall triton-ascend, then "
+            "pip install --force-reinstall triton"
+        )
+    installed = version("triton")
+    if installed is None:
+        return f"triton is not installed: {EXTRA}"
+    numbers = tuple(int(part) for part in re.findall(r"\d+", installed)[:2])
+    if numbers < TRITON_LEAST:
+        return f"triton {installed} is too old, {TRITON_LEAST[0]}.{TRITON_LEAST[1]} is the least: pip install -U triton"
+    return None

@@ -1,0 +1,273 @@
+"""The cache's bytes: what a pool costs, how a block lies in memory, and the checks of what may be asked.
+
+Block after block, each with the keys and values of all layers, so that a block is copied as one row of bytes:
+
+    storage     [num_blocks (+ one that takes what is not kept)][row bytes]
+    one row     layer 0: keys [kv_heads, block_size, k_dim]  values [...] | layer 1: ...     each part aligned to 128
+
+Groups share the ids and so the rows: a row is as long as the group that needs most.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from pagedkv.api import (
+    Capabilities,
+    ContractViolation,
+    GroupSpec,
+    LayerSpec,
+    OutOfDeviceMemory,
+    Pool,
+    PoolCost,
+    PoolSpec,
+    needs,
+)
+from pagedkv.api.torch import DTYPES
+from pagedkv_cuda.path import Path
+from pagedkv_cuda.runtime import HostMemory, Runtime, is_failure
+
+ALIGN = 128
+"""A descriptor load wants 16; a line of the cache is 128."""
+GRANULE = 2 << 20
+"""torch's allocator asks the driver for multiples of this."""
+PARAMETERS = ("sinks", "alibi")
+
+
+def up(count: int, step: int) -> int:
+    """`count` rounded up to a multiple of `step`."""
+    return -(-count // step) * step
+
+
+def part_bytes(layer: LayerSpec, group: GroupSpec) -> tuple[int, int]:
+    """Bytes of this layer's keys in one block, and of its values, each with its padding."""
+    per_entry = layer.kv_heads * group.block_size * DTYPES[group.kv_dtype].itemsize
+    return up(per_entry * layer.k_dim, ALIGN), up(per_entry * layer.v_dim, ALIGN)
+
+
+def row_bytes(spec: PoolSpec) -> int:
+    """Bytes of one block."""
+    return max(
+        sum(sum(part_bytes(layer, group)) for layer in group.layers if layer.kv_of is None) for group in spec.groups
+    )
+
+
+def pool_cost(spec: PoolSpec, path: Path) -> PoolCost:
+    """Exact bytes of a pool. `fixed`: alignment; on the device also working memory, plans, the block for discards."""
+    per_block, fixed = row_bytes(spec), ALIGN
+    if spec.placement == "device":
+        layers = [layer for group in spec.groups for layer in group.layers]
+        fixed += 2 * GRANULE + per_block * path.discard_blocks + path.working_bytes(spec)
+        fixed += sum(4 * len(PARAMETERS) * layer.q_heads for layer in layers)
+        fixed += 2 * max(1, spec.limits.plans) * sum(path.staging_bytes(spec, group) for group in spec.groups)
+    return PoolCost(per_block=per_block, fixed=fixed)
+
+
+@dataclass(slots=True)
+class Layer:
+    """One layer's part of a pool: views of its rows, and what was bound to it.
+
+    keys [blocks, kv_heads, block_size, k_dim], values the same with v_dim; sinks and alibi float32 [q_heads], at the
+    same address for ever, zeros until they are `bound`. `record` is the path's own.
+    """
+
+    spec: LayerSpec
+    group: int
+    keys: torch.Tensor
+    values: torch.Tensor
+    sinks: torch.Tensor
+    alibi: torch.Tensor
+    bound: frozenset[str] = frozenset()
+    record: Any = None
+
+    def unbound(self) -> list[str]:
+        """What the layer needs and nobody has bound."""
+        return [name for name in PARAMETERS if getattr(self.spec, name) and name not in self.bound]
+
+
+class CudaPool(Pool):
+    """Blocks in the device's memory, or in host memory that it can reach; one allocation."""
+
+    def __init__(self, spec: PoolSpec, cost: PoolCost, runtime: Runtime, path: Path) -> None:
+        self.spec, self.cost, self._runtime = spec, cost, runtime
+        self._closed = False
+        self._host: HostMemory | None = None
+        blocks = spec.num_blocks + (path.discard_blocks if spec.placement == "device" else 0)
+        self.rows = self._aligned(self._storage(blocks * cost.per_block + ALIGN, runtime), blocks)
+        self.rows[0].zero_()
+        self.layers: dict[int, Layer] = {}
+        self.working: Any = None
+        if spec.placement == "device":
+            self.layers = {one.spec.index: one for number in range(len(spec.groups)) for one in self._make(number)}
+            self.working = path.working(spec, runtime.torch_device)
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        if self._runtime.failure is None:  # copies run on a stream that torch's allocator does not look at
+            with self._runtime.here():
+                self._runtime.synchronize()
+        self.layers, self.working = {}, None
+        self.rows = torch.empty(0, dtype=torch.uint8)
+        if self._host is not None:
+            self._host.close()
+
+    def check_open(self) -> None:
+        """Raise `ContractViolation` after close."""
+        if self._closed:
+            raise ContractViolation("this pool was closed; allocate a new one", law="use after close")
+
+    def group(self, index: int) -> GroupSpec:
+        """The group `index`; `ContractViolation` when the pool has none, or holds blocks only."""
+        if self.placement == "host":
+            raise ContractViolation(
+                "this pool has placement 'host' and holds blocks only; plan on a pool with placement 'device'",
+                law="placement",
+            )
+        if not 0 <= index < len(self.spec.groups):
+            raise ContractViolation(f"the pool has groups 0..{len(self.spec.groups) - 1}, not {index}", law="group")
+        return self.spec.groups[index]
+
+    def layer(self, index: int) -> Layer:
+        """The layer `index`; `ContractViolation` when the pool has none."""
+        self.check_open()
+        found = self.layers.get(index)
+        if found is None:
+            raise ContractViolation(f"the pool has no layer {index}; it has {sorted(self.layers)}", law="layer index")
+        return found
+
+    def _storage(self, nbytes: int, runtime: Runtime) -> torch.Tensor:
+        if self.placement == "host":
+            self._host = runtime.host_memory(nbytes)
+            return self._host.tensor
+        return _on_device(nbytes, self.spec.num_blocks * self.cost.per_block + self.cost.fixed, runtime)
+
+    def _aligned(self, storage: torch.Tensor, blocks: int) -> torch.Tensor:
+        """uint8 [blocks, row bytes], the first row on a multiple of `ALIGN`."""
+        start = -storage.data_ptr() % ALIGN
+        return storage[start : start + blocks * self.cost.per_block].view(blocks, self.cost.per_block)
+
+    def _make(self, number: int) -> Iterator[Layer]:
+        """The layers of a group, owners of bytes first."""
+        group, start = self.spec.groups[number], 0
+        owners: dict[int, Layer] = {}
+        for spec in sorted(group.layers, key=lambda layer: layer.kv_of is not None):
+            sinks, alibi = (torch.zeros(spec.q_heads, device=self.rows.device) for _ in PARAMETERS)
+            if spec.kv_of is not None:
+                yield Layer(spec, number, owners[spec.kv_of].keys, owners[spec.kv_of].values, sinks, alibi)
+                continue
+            key_bytes, value_bytes = part_bytes(spec, group)
+            keys = self._part(group, start, spec.kv_heads, spec.k_dim)
+            values = self._part(group, start + key_bytes, spec.kv_heads, spec.v_dim)
+            start += key_bytes + value_bytes
+            owners[spec.index] = Layer(spec, number, keys, values, sinks, alibi)
+            yield owners[spec.index]
+
+    def _part(self, group: GroupSpec, start: int, heads: int, dim: int) -> torch.Tensor:
+        """[blocks, heads, block_size, dim] at byte `start` of every row."""
+        typed = self.rows.view(DTYPES[group.kv_dtype])
+        strides = (typed.stride(0), group.block_size * dim, dim, 1)
+        first = typed.storage_offset() + start // typed.element_size()
+        return typed.as_strided((len(typed), heads, group.block_size, dim), strides, first)
+
+
+def _on_device(nbytes: int, wanted: int, runtime: Runtime) -> torch.Tensor:
+    """Device memory; `OutOfDeviceMemory` when the whole pool, `wanted` bytes, cannot fit."""
+    memory = runtime.memory()
+    free = None if memory.free is None else memory.free + (memory.reclaimable or 0)
+    if free is not None and wanted > free:
+        raise OutOfDeviceMemory(
+            f"the cache needs {wanted} bytes and {free} of {memory.total} are free on {runtime.torch_device}: give "
+            "fewer blocks, a smaller context or a lower memory fraction; nvidia-smi lists the processes that hold the "
+            "rest",
+            requested=wanted,
+            free=free,
+        )
+    try:
+        return torch.empty(nbytes, dtype=torch.uint8, device=runtime.torch_device)
+    except (RuntimeError, MemoryError, TypeError) as error:
+        if is_failure(error):
+            raise
+        raise OutOfDeviceMemory(
+            f"the cache needs {wanted} bytes, which {runtime.torch_device} refused ({error}): give fewer blocks, a "
+            "smaller context or a lower memory fraction",
+            requested=wanted,
+            free=free,
+        ) from error
+
+
+# -- what may be asked -------------------------------------------------------------------------------------------------
+
+
+def reasons_against(spec: PoolSpec, can: Capabilities) -> list[str]:
+    """Everything in `spec` that `can` does not declare, one sentence each."""
+    found = [*_of_pool(spec, can)]
+    for number, group in enumerate(spec.groups):
+        found += [f"group {number}: {reason}" for reason in _of_group(group, spec, can)]
+    seen = Counter(layer.index for group in spec.groups for layer in group.layers)
+    found += [f"layer index {index} stands {count} times in the pool" for index, count in seen.items() if count > 1]
+    return found
+
+
+def _of_pool(spec: PoolSpec, can: Capabilities) -> Iterator[str]:
+    yield from _one_of("dtype", spec.dtype, can.dtypes)
+    yield from _one_of("placement", spec.placement, sorted(can.placements))
+    wanted = spec.features.union(*(needs(layer) for group in spec.groups for layer in group.layers))
+    for feature in sorted(wanted):
+        yield from _one_of("feature", feature, sorted(can.features))
+
+
+def _of_group(group: GroupSpec, spec: PoolSpec, can: Capabilities) -> Iterator[str]:
+    yield from _one_of("KV dtype", group.kv_dtype, can.kv_dtypes)
+    yield from _within("block size", group.block_size, can.block_sizes)
+    for pattern, reason in can.exclusions:
+        given = {"dtype": spec.dtype, "kv_dtype": group.kv_dtype}
+        if pattern.keys() <= given.keys() and all(_matches(given[key], value) for key, value in pattern.items()):
+            yield reason
+    owners = {layer.index: layer for layer in group.layers if layer.kv_of is None}
+    for layer in group.layers:
+        yield from (f"layer {layer.index}: {reason}" for reason in _of_layer(layer, owners, can))
+
+
+def _of_layer(layer: LayerSpec, owners: dict[int, LayerSpec], can: Capabilities) -> Iterator[str]:
+    yield from _one_of("kind", layer.kind, sorted(can.kinds))
+    yield from _within("k_dim", layer.k_dim, can.head_dims)
+    yield from _within("v_dim", layer.v_dim, can.head_dims)
+    if layer.kv_heads < 1 or layer.q_heads < layer.kv_heads:
+        yield f"{layer.q_heads} query heads cannot share {layer.kv_heads} KV heads"
+    elif can.max_group is not None and -(-layer.q_heads // layer.kv_heads) > can.max_group:
+        yield f"{layer.q_heads} query heads on {layer.kv_heads} KV heads: at most {can.max_group} share one"
+    if layer.window is not None and layer.window < 1:
+        yield f"window {layer.window} is not positive"
+    if layer.softcap is not None and not layer.softcap > 0:
+        yield f"softcap {layer.softcap} is not positive"
+    if layer.kv_of is not None:
+        owner = owners.get(layer.kv_of)
+        if owner is None:
+            yield f"kv_of {layer.kv_of} is no layer of this group with a cache of its own"
+        elif (owner.kv_heads, owner.k_dim, owner.v_dim) != (layer.kv_heads, layer.k_dim, layer.v_dim):
+            yield f"kv_of {layer.kv_of} has other KV heads or dims"
+
+
+def _one_of(name: str, value: str, accepted: Iterable[str]) -> list[str]:
+    return [] if value in accepted else [f"{name} {value!r} is not one of {', '.join(accepted)}"]
+
+
+def _matches(value: Any, pattern: Any) -> bool:
+    return value in pattern if isinstance(pattern, (set, frozenset)) else bool(value == pattern)
+
+
+def _within(name: str, value: int, alternatives: Iterable[Any]) -> list[str]:
+    for allowed in alternatives:
+        if isinstance(allowed, frozenset):
+            if value in allowed:
+                return []
+        elif allowed[1] <= value <= allowed[2] and value % allowed[0] == 0:
+            return []
+    return [f"{name} {value} is accepted by none of {list(alternatives)}"]
