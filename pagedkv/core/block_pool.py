@@ -17,7 +17,8 @@ class BlockPool:
 
         free    (stack)  never written, or nothing worth finding
         used             one or more references
-        cached  (LRU)    no reference, but the prefix index still finds it; evicted when the free stack is empty
+        cached  (LRU)    no reference, but the prefix index still finds it; evicted when the free stack is empty,
+                         those with a copy elsewhere before the others, each in the order of their last use
 
     free + used + cached = num_blocks - 1 always. Block 0, the null block, is in none of them.
     """
@@ -27,6 +28,7 @@ class BlockPool:
         self._index = index
         self._free = list(range(num_blocks - 1, NULL_BLOCK, -1))
         self._cached: OrderedDict[int, None] = OrderedDict()
+        self._copied: OrderedDict[int, None] = OrderedDict()  # cached, with a copy elsewhere
         self._refs = [0] * num_blocks
         self._owner = [""] * num_blocks
 
@@ -38,7 +40,7 @@ class BlockPool:
     @property
     def available(self) -> int:
         """Blocks that `allocate` can hand out now."""
-        return len(self._free) + len(self._cached)
+        return len(self._free) + len(self._cached) + len(self._copied)
 
     @property
     def num_free(self) -> int:
@@ -48,7 +50,7 @@ class BlockPool:
     @property
     def num_cached(self) -> int:
         """Unreferenced blocks that a prompt may still hit."""
-        return len(self._cached)
+        return len(self._cached) + len(self._copied)
 
     @property
     def num_used(self) -> int:
@@ -76,15 +78,18 @@ class BlockPool:
         return blocks
 
     def _evict(self) -> int:
-        block, _ = self._cached.popitem(last=False)
+        block, _ = (self._copied or self._cached).popitem(last=False)
         self._index.forget(block)
         return block
+
+    def _uncache(self, block: int) -> None:
+        del (self._copied if block in self._copied else self._cached)[block]
 
     def acquire(self, blocks: Iterable[int], owner: str) -> None:
         """Add a reference to each block, which is in use or cached."""
         for block in blocks:
             if self._refs[block] == 0:
-                del self._cached[block]
+                self._uncache(block)
                 self._owner[block] = owner
             self._refs[block] += 1
 
@@ -93,8 +98,13 @@ class BlockPool:
         return sum(self._refs[block] == 0 for block in blocks)
 
     def oldest(self, count: int) -> list[int]:
-        """The `count` cached blocks that are evicted next, the first one first."""
-        return list(islice(self._cached, count))
+        """Of the `count` cached blocks that are evicted next those without a copy elsewhere, the first one first."""
+        return list(islice(self._cached, max(0, count - len(self._copied))))
+
+    def copied(self, block: int) -> None:
+        """There is a copy of the cached `block` elsewhere: it is evicted before those that have none."""
+        del self._cached[block]
+        self._copied[block] = None
 
     def grow(self, count: int) -> None:
         """Add `count` free blocks, whose ids follow on from those there are."""
@@ -104,11 +114,12 @@ class BlockPool:
         self._refs += [0] * count
         self._owner += [""] * count
 
-    def release(self, blocks: Iterable[int], *, oldest: bool = False) -> None:
+    def release(self, blocks: Iterable[int], *, copied: bool = False) -> None:
         """Drop one reference from each block, in this order: the first released is the first evicted.
 
-        `oldest`: those that become cached are evicted before all others.
+        `copied`: there is a copy elsewhere of those that become cached.
         """
+        cached = self._copied if copied else self._cached
         for block in blocks:
             refs = self._refs[block]
             if refs <= 0:
@@ -116,9 +127,7 @@ class BlockPool:
             self._refs[block] = refs - 1
             if refs == 1:
                 if self._index.holds(block):
-                    self._cached[block] = None
-                    if oldest:
-                        self._cached.move_to_end(block, last=False)
+                    cached[block] = None
                 else:
                     self._free.append(block)
 
@@ -126,13 +135,13 @@ class BlockPool:
         """Let nobody find `block` any more."""
         self._index.forget(block)
         if self._refs[block] == 0:
-            del self._cached[block]
+            self._uncache(block)
             self._free.append(block)
 
     def forget_cached(self) -> int:
         """Make every unreferenced block free, so that no prompt hits it any more; returns how many there were."""
-        count = len(self._cached)
-        while self._cached:
+        count = self.num_cached
+        while self.num_cached:
             self._free.append(self._evict())
         return count
 
@@ -146,8 +155,8 @@ class BlockPool:
 
     def check(self, expected_refs: dict[int, int]) -> None:
         """Raise `InternalError` unless references, free stack and cached set agree with `expected_refs`."""
-        free, cached = set(self._free), set(self._cached)
-        if len(free) != len(self._free) or free & cached:
+        free, cached = set(self._free), {*self._cached, *self._copied}
+        if len(free) != len(self._free) or len(cached) != self.num_cached or free & cached:
             raise InternalError("a block is free twice")
         for block in range(1, self.num_blocks):
             refs, expected = self._refs[block], expected_refs.get(block, 0)

@@ -131,6 +131,7 @@ class Tiers:
         for block in self.device.oldest(ahead - self.device.num_free):
             digest = self.index.digest(block)
             if self.host_index.get(digest) is not None:
+                self.device.copied(block)
                 continue
             if len(moves) >= most or not self._make_room(1):
                 break
@@ -187,8 +188,7 @@ class Tiers:
         for digest, block in zip(transfer.digests, targets, strict=True):
             if digest is not None:
                 index.insert(digest, block)
-        blocks = transfer.device_blocks
-        self.device.release(reversed(blocks) if transfer.cached else blocks, oldest=transfer.cached)  # as they stood
+        self.device.release(transfer.device_blocks, copied=transfer.cached)
         self.host.release(transfer.host_blocks)
 
     def forget(self, digests: Iterable[Digest]) -> None:

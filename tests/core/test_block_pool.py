@@ -128,3 +128,36 @@ def test_the_first_holder_of_a_content_stays_the_findable_one() -> None:
     assert not index.holds(4)
     index.forget(3)
     assert len(index) == 0
+
+
+def test_blocks_with_a_copy_elsewhere_go_before_the_others_each_in_order_of_use() -> None:
+    p, index = pool(7)
+    blocks = p.allocate(6, "r")
+    for block in blocks:
+        index.insert(bytes([block]) * 32, block)
+    p.release(blocks)
+    a, b, c, d, e, f = blocks
+    p.copied(c)
+    p.acquire([a, b], "copying")
+    assert (p.oldest(1), p.oldest(3)) == ([], [d, e]), "c is the first to go"
+    p.release([a, b], copied=True)
+    p.acquire([a], "s")
+    p.release([a])  # used again: as young as any
+    assert (p.num_cached, p.available) == (6, 6)
+    assert p.allocate(6, "t") == [c, b, d, e, f, a]
+    assert len(index) == 0
+    p.check(dict.fromkeys(blocks, 1))
+
+
+def test_what_has_a_copy_is_forgotten_and_discarded_like_the_rest() -> None:
+    p, index = pool(4)
+    blocks = p.allocate(3, "r")
+    for block in blocks:
+        index.insert(bytes([block]) * 32, block)
+    p.release(blocks, copied=True)
+    p.discard(blocks[1])
+    assert (p.num_cached, p.num_free, p.oldest(9)) == (2, 1, [])
+    p.check({})
+    assert p.forget_cached() == 2
+    assert (p.num_cached, p.num_free, len(index)) == (0, 3, 0)
+    p.check({})
