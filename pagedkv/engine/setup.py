@@ -134,7 +134,7 @@ def _load(
         backend.bind(pool, layer, {"sinks": values.numpy()})
     facts = (str(checkpoint.path), choice.dtype, choice.kv_dtype, choice.block_size, weights.formats)
     sizes = _scheduler_config(config, memory, choice, max_model_len)
-    swap = None if memory.host is None else _swap(config, backend, pool, memory.host)
+    swap = _swap(config, backend, pool, memory.host)
     host = None if swap is None else HostMemory(more=swap.more, caching=_caches_on_host(config))
     price = None if swap is None else swap.price
     return Parts(
@@ -159,8 +159,12 @@ def _caches_on_host(config: EngineConfig) -> bool:
     return config.enable_prefix_caching and config.enable_host_caching
 
 
-def _swap(config: EngineConfig, backend: AttentionBackend, pool: Pool, plan: HostPlan) -> Swap:
-    """The copies to host memory and their first price, which is told."""
+def _swap(config: EngineConfig, backend: AttentionBackend, pool: Pool, plan: HostPlan | None) -> Swap | None:
+    """The copies to host memory and their first price, which is told; None without such memory."""
+    if plan is None:
+        if config.preemption_mode == "swap":
+            _log.warning("preemption_mode=swap has no host memory to swap to: preempted requests are computed again")
+        return None
     given = {"bandwidth": config.copy_bytes, "prefill": config.prefill_rate}
     price = Price(
         block_bytes=plan.cost.per_block,
@@ -171,6 +175,8 @@ def _swap(config: EngineConfig, backend: AttentionBackend, pool: Pool, plan: Hos
     )
     swap = Swap(backend, pool, plan, price)
     swap.measure()
+    if price.bandwidth is None:
+        return swap  # there is no host memory, as was said
     _log.info(
         "host memory for up to %d blocks (%s), made when needed; copies %s/s (%s)%s; preempted requests: %s",
         plan.blocks,
