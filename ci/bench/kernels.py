@@ -164,6 +164,7 @@ def kernel_rows(make: Callable[[], Iterator[Case]], limits: Limits, quick: bool)
         for case in make():
             _log.info("%s, %s", case.kernel, case.shape)
             yield row(case, timed(case.calls, SECONDS / 3 if quick else SECONDS), limits)
+            del case  # its memory goes before the next one's is made
 
 
 def timed(calls: Sequence[Call], seconds: float) -> list[float]:
