@@ -24,7 +24,14 @@ FLAGS = ["-O3", "-std=c++17", "-fPIC", "-fopenmp", "-fvisibility=hidden", "-Wno-
 FLAGS += ["-fno-math-errno", "-fno-trapping-math"]
 AVX2 = "-mavx2 -mfma -mf16c"
 AVX512 = f"{AVX2} -mavx512f -mavx512bw -mavx512dq -mavx512vl -mprefer-vector-width=512"
-VARIANTS = {"generic": "", "avx2": AVX2, "avx512": AVX512, "avx512_vnni": f"{AVX512} -mavx512vnni"}
+VNNI = f"{AVX512} -mavx512vnni"
+VARIANTS = {
+    "generic": "",
+    "avx2": AVX2,
+    "avx512": AVX512,
+    "avx512_vnni": VNNI,
+    "avx512_bf16": f"{VNNI} -mavx512bf16",
+}
 
 
 def compile_commands(compiler: list[str], machine: str, work: Path) -> dict[Path, list[str]]:

@@ -82,7 +82,7 @@ class CpuDescriptor(Descriptor):
         usable = importlib.util.find_spec("torch") is not None
         device = DeviceInfo.of(
             index=0,
-            kind=f"{host.cpu_model()}, {cores.usable} of {cores.present} cores",
+            kind=f"{host.cpu_model()}, {cores.usable} of {cores.present} cores{_cost_of_torch()}",
             total=memory.total,
             free=memory.available,
             unified=True,
@@ -130,13 +130,14 @@ class CpuDescriptor(Descriptor):
 
     def diagnose(self) -> Mapping[str, str]:
         memory, cores, flags = host.memory(), host.cores(), host.isa_flags()
+        missing = native.why_missing()
         return {
             "model": host.cpu_model(),
             "instructions": " ".join(name for name in host.ISA_FLAGS if name in flags) or "none listed",
             "native dtypes": " ".join(self.describe(self.probe()[0]).native_dtypes),
             "cores": f"{cores.usable} of {cores.present} ({cores.source})",
             "memory": f"{_gib(memory.available)} free of {_gib(memory.total)} ({memory.source})",
-            "kernels": native.why_missing() or f"native, {native.Kernels().isa}",
+            "kernels": f"{missing}; {native.WITHOUT}" if missing else f"native, {native.Kernels().isa}",
             "torch": "found" if importlib.util.find_spec("torch") is not None else _NO_TORCH,
         }
 
@@ -157,10 +158,17 @@ def _kernels(kernels: str, isa: str, threads: int) -> native.Kernels | None:
     except OSError as error:
         if kernels == "native" or isa != "auto":
             raise BackendUnavailable(f"backend options kernels={kernels!r}, isa={isa!r}: {error}") from error
-        _log.warning("%s. Computing with torch alone, which is several times slower", error)
+        _log.warning(
+            "%s. Computing with torch alone, which is %s (measured: docs/performance.md)", error, native.WITHOUT
+        )
         return None
     _log.info("native kernels, %s, %d threads", made.isa, threads)
     return made
+
+
+def _cost_of_torch() -> str:
+    """What a listing of devices says where the kernels are missing; nothing where they are there."""
+    return f", no native kernels: {native.WITHOUT}" if native.why_missing() else ""
 
 
 def _gib(size: int | None) -> str:

@@ -1,4 +1,4 @@
-"""Ops computed by the kernels in C++ (`csrc/linear.h`, `csrc/elementwise.h`), float32 in and out."""
+"""Ops computed by the kernels in C++ (`csrc/linear.h`, `csrc/plain.h`, `csrc/elementwise.h`)."""
 
 from __future__ import annotations
 
@@ -9,23 +9,28 @@ from typing import Any
 import torch
 
 from pagedkv.api import ContractViolation, OpSpec
-from pagedkv_cpu.native import FORMATS, Kernels
+from pagedkv.api.torch import DTYPES
+from pagedkv_cpu import host, native
+from pagedkv_cpu.native import FORMATS, PLAIN, Kernels
 
 GROUP = 32
 """Weights that share a scale, and activations that are rounded together."""
-_PLAIN: Mapping[str, frozenset[str]] = {
+_ELEMENTWISE: Mapping[str, frozenset[str]] = {
     "rms_norm": frozenset({"wide"}),
     "add_rms_norm": frozenset({"wide"}),
     "rope": frozenset(),
     "silu_mul": frozenset(),
     "gelu_tanh_mul": frozenset(),
 }
-"""Op -> the attributes that change nothing in float32."""
+"""Op -> the attributes it knows; the weight's own dtype says whether it is wide."""
+_CODES: Mapping[torch.dtype, int] = {DTYPES[name]: code for name, code in native.DTYPES.items()}
+_TILE_FLAGS: Mapping[str, str] = {"bf16": "amx_bf16", "fp16": "amx_fp16"}
+"""Processors that multiply whole matrices in this dtype: the kernels have no such instruction, oneDNN has."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class PackedBlocks:
-    """GGUF weights [n, k] in the kernels' panels. `format` is a number of `FORMATS`."""
+class PackedWeights:
+    """Weights [n, k] in the kernels' panels. `format` is a number of `FORMATS` or `PLAIN`."""
 
     panels: torch.Tensor
     address: int
@@ -40,40 +45,40 @@ class PackedBlocks:
         return self.panels.nbytes + (0 if self.bias is None else self.bias.nbytes)
 
 
-class _Blocks:
-    """What both ops over packed blocks share."""
+class _Packing:
+    """What all ops over packed weights [n, k] share."""
 
-    def __init__(self, kernels: Kernels, spec: OpSpec, rows: str, columns: str) -> None:
+    def __init__(self, kernels: Kernels, format: int, dtype: str, n: int, k: int) -> None:
         self._kernels, self._context = kernels, kernels.context
-        self._format, self._rows, self._columns = (
-            FORMATS[spec.attributes["format"]],
-            spec.dims[rows],
-            spec.dims[columns],
-        )
+        self._format, self._dtype, self._n, self._k = format, DTYPES[dtype], n, k
 
-    def pack(self, blocks: torch.Tensor, bias: torch.Tensor | None = None) -> PackedBlocks:
-        """GGUF blocks uint8 [n, bytes of a row] into panels; nothing given is kept but the bias."""
-        n, k, given = self._rows, self._columns, blocks.contiguous()
+    def pack(self, weights: torch.Tensor, bias: torch.Tensor | None = None) -> PackedWeights:
+        """GGUF blocks uint8 [n, bytes of a row], or plain numbers [n, k], into panels; only the bias is kept."""
+        n, k, given = self._n, self._k, weights.contiguous()
         panels = torch.empty(self._kernels.packed_bytes(self._format, n, k), dtype=torch.uint8)
         self._kernels.pack(self._context, self._format, n, k, given.data_ptr(), panels.data_ptr())
-        kept = None if bias is None else bias.float().contiguous()
-        return PackedBlocks(panels, panels.data_ptr(), self._format, n, k, kept)
+        kept = None if bias is None else bias.to(self._dtype).contiguous()
+        return PackedWeights(panels, panels.data_ptr(), self._format, n, k, kept)
 
 
-class BlockLinear(_Blocks):
-    """`linear` with the attribute format: x is rounded to 8 bits in groups of 32, everything after that is exact."""
+class NativeLinear(_Packing):
+    """`linear` on packed weights; a row's bits depend on that row alone.
 
-    def __init__(self, kernels: Kernels, spec: OpSpec) -> None:
-        super().__init__(kernels, spec, "n", "k")
+    On GGUF blocks x is rounded to 8 bits in groups of 32, and everything after that is exact. On plain numbers sums are
+    float32.
+    """
+
+    def __init__(self, kernels: Kernels, format: int, dtype: str, n: int, k: int) -> None:
+        super().__init__(kernels, format, dtype, n, k)
+        self._row_work = kernels.linear_work(format, 1, k)
         self._work = torch.empty(0, dtype=torch.uint8)
 
-    def __call__(self, x: torch.Tensor, packed: PackedBlocks) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, packed: PackedWeights) -> torch.Tensor:
         """x [T, K] -> [T, N]."""
         rows = x if x.is_contiguous() else x.contiguous()
         count = rows.shape[0]
-        out = torch.empty(count, packed.n)
-        needed = count * (packed.k + packed.k // GROUP * 8)
-        if self._work.numel() < needed:
+        out = torch.empty(count, packed.n, dtype=self._dtype)
+        if self._work.numel() < (needed := count * self._row_work):
             self._work = torch.empty(needed, dtype=torch.uint8)
         bias = None if packed.bias is None else packed.bias.data_ptr()
         self._kernels.linear(
@@ -91,13 +96,10 @@ class BlockLinear(_Blocks):
         return out
 
 
-class BlockEmbedding(_Blocks):
+class BlockEmbedding(_Packing):
     """`embedding` with the attribute format: dequantized rows, exactly."""
 
-    def __init__(self, kernels: Kernels, spec: OpSpec) -> None:
-        super().__init__(kernels, spec, "vocab", "dim")
-
-    def __call__(self, ids: torch.Tensor, packed: PackedBlocks) -> torch.Tensor:
+    def __call__(self, ids: torch.Tensor, packed: PackedWeights) -> torch.Tensor:
         """ids [T] int64 below n -> [T, K]."""
         where = ids.contiguous()
         if len(where) and not 0 <= int(where.min()) <= int(where.max()) < packed.n:
@@ -116,30 +118,44 @@ class NativeOps:
 
     def __init__(self, kernels: Kernels) -> None:
         self._kernels, self._context = kernels, kernels.context
+        flags = host.isa_flags()
+        self._plain = {dtype: code for dtype, code in PLAIN.items() if _TILE_FLAGS[dtype] not in flags}
 
     def get(self, name: str, spec: OpSpec) -> Callable[..., Any] | None:
         """The op, or None where the kernels have none for this dtype or these attributes."""
-        if spec.dtype != "fp32":
-            return None
-        if name in ("linear", "embedding") and spec.attributes.keys() == {"format"}:
-            return self._blocks(name, spec)
-        if name not in _PLAIN or not spec.attributes.keys() <= _PLAIN[name]:
-            return None
-        found: Callable[..., Any] = getattr(self, f"_{name}")
-        return found
+        if name in ("linear", "embedding"):
+            return self._over_blocks(name, spec) if spec.attributes else self._over_numbers(name, spec)
+        known = name in _ELEMENTWISE and spec.attributes.keys() <= _ELEMENTWISE[name] and spec.dtype in native.DTYPES
+        return getattr(self, f"_{name}") if known else None
 
-    def _blocks(self, name: str, spec: OpSpec) -> Callable[..., Any] | None:
-        columns = spec.dims["k" if name == "linear" else "dim"]
-        if spec.attributes["format"] not in FORMATS or columns % GROUP:
+    def _over_blocks(self, name: str, spec: OpSpec) -> Callable[..., Any] | None:
+        n, k = (spec.dims[dim] for dim in (("n", "k") if name == "linear" else ("vocab", "dim")))
+        format = FORMATS.get(spec.attributes["format"]) if spec.attributes.keys() == {"format"} else None
+        if spec.dtype != "fp32" or format is None or k % GROUP:
             return None
-        return BlockLinear(self._kernels, spec) if name == "linear" else BlockEmbedding(self._kernels, spec)
+        kind = NativeLinear if name == "linear" else BlockEmbedding
+        return kind(self._kernels, format, spec.dtype, n, k)
+
+    def _over_numbers(self, name: str, spec: OpSpec) -> Callable[..., Any] | None:
+        if name != "linear" or spec.dtype not in self._plain:
+            return None
+        return NativeLinear(self._kernels, self._plain[spec.dtype], spec.dtype, spec.dims["n"], spec.dims["k"])
 
     def _rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         rows, dim = x.contiguous(), x.shape[-1]
         out = torch.empty_like(rows)
         count = rows.numel() // dim
         self._kernels.add_rms_norm(
-            self._context, count, dim, None, rows.data_ptr(), weight.data_ptr(), eps, out.data_ptr()
+            self._context,
+            _CODES[x.dtype],
+            _CODES[weight.dtype],
+            count,
+            dim,
+            None,
+            rows.data_ptr(),
+            weight.data_ptr(),
+            eps,
+            out.data_ptr(),
         )
         return out
 
@@ -151,6 +167,8 @@ class NativeOps:
         out = torch.empty_like(residual)
         self._kernels.add_rms_norm(
             self._context,
+            _CODES[x.dtype],
+            _CODES[weight.dtype],
             residual.numel() // dim,
             dim,
             added.data_ptr(),
@@ -174,6 +192,7 @@ class NativeOps:
         cos, sin = cos.contiguous(), sin.contiguous()
         self._kernels.rope(
             self._context,
+            _CODES[q.dtype],
             q.shape[0],
             q.shape[1],
             k.shape[1],
@@ -195,6 +214,6 @@ class NativeOps:
 
     def _gated(self, kind: int, x: torch.Tensor) -> torch.Tensor:
         rows, dim = x if x.is_contiguous() else x.contiguous(), x.shape[1] // 2
-        out = torch.empty(x.shape[0], dim)
-        self._kernels.gated(self._context, kind, x.shape[0], dim, rows.data_ptr(), out.data_ptr())
+        out = torch.empty(x.shape[0], dim, dtype=x.dtype)
+        self._kernels.gated(self._context, _CODES[x.dtype], kind, x.shape[0], dim, rows.data_ptr(), out.data_ptr())
         return out

@@ -17,14 +17,16 @@ NEEDED: Mapping[str, tuple[str, ...]] = {
     "avx2": (r"^vfmadd\d+ps.*%ymm", r"^vpmaddubsw.*%ymm", r"^vcvtph2ps"),
     "avx512": (r"^vfmadd\d+ps.*%zmm", r"^vpmaddubsw.*%zmm"),
     "avx512_vnni": (r"^vfmadd\d+ps.*%zmm", r"^vpdpbusd.*%zmm"),
+    "avx512_bf16": (r"^vfmadd\d+ps.*%zmm", r"^vpdpbusd.*%zmm", r"^vdpbf16ps.*%zmm"),
 }
 """Instruction set -> what its code must contain to be worth its name, as patterns of objdump's lines."""
 FORBIDDEN: Mapping[str, str] = {
     BASELINE: r"^v",
     "generic": r"^v",
     "avx2": rf"{_HIGH}|^vpdp",
-    "avx512": r"^vpdp|^vdpbf16",
-    "avx512_vnni": r"^vdpbf16",
+    "avx512": r"^vpdp|^vdpbf16|^vcvtne",
+    "avx512_vnni": r"^vdpbf16|^vcvtne",
+    "avx512_bf16": r"^tdp|^vp2intersect|^v(?:add|mul|fmadd\d+)ph",
 }
 """Instruction set -> what a processor that has no more than it would stop at; ^v: every AVX instruction."""
 _FUNCTION = re.compile(r"^[0-9a-f]+ <(.+)>:$")

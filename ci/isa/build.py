@@ -43,8 +43,8 @@ def _emulating(command: Sequence[str]) -> list[str]:
     kept = [word for word in command if not word.startswith(("-mavx512", "-mprefer-vector"))]
     if kept == command:
         return [*kept, "-D__builtin_cpu_supports(name)=1"]
-    vnni = ["-DEMULATE_VNNI"] if "-mavx512vnni" in command else []
-    return [*kept, *vnni, "-include", str(HERE / "avx512_by_simde.h")]
+    more = [f"-DEMULATE_{name.upper()}" for name in ("vnni", "bf16") if f"-mavx512{name}" in command]
+    return [*kept, *more, "-include", str(HERE / "avx512_by_simde.h")]
 
 
 def kernels(

@@ -40,6 +40,11 @@ uint16_t nearest(double x, int dtype) {
   return sign | uint16_t(low ? above - 1 : above);
 }
 
+double rounding_of(double x, int dtype) {
+  const double unit = dtype == PKV_FP32 ? 0x1p-24 : dtype == PKV_BF16 ? 0x1p-8 : 0x1p-11;
+  return 1.01 * unit * fabs(x) + (dtype == PKV_FP16 ? 0x1p-25 : 0x1p-133);
+}
+
 double Numbers::get(int64_t i) const {
   if (dtype == PKV_FP32) {
     float x;

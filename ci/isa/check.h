@@ -57,6 +57,8 @@ double value_of(uint16_t bits, int dtype);
 // The 16 bits nearest to x, ties to the even one; NaN is some NaN.
 uint16_t nearest(double x, int dtype);
 bool is_nan(uint16_t bits, int dtype);
+// What rounding x to `dtype` may change, and a little: the number was computed in float32 before.
+double rounding_of(double x, int dtype);
 
 // `count` numbers of one dtype, exactly as many bytes as they need.
 struct Numbers {
@@ -67,6 +69,10 @@ struct Numbers {
       : dtype(dtype), bytes(size_t(count) * size_t(bytes_of(dtype)), char(fill)) {}
   char* data() { return bytes.data(); }
   const char* at(int64_t i) const { return bytes.data() + i * bytes_of(dtype); }
+  // Normal numbers times `size`.
+  Numbers(int dtype, int64_t count, double size, Random& random) : Numbers(dtype, count) {
+    for (int64_t i = 0; i < count; i++) set(i, size * random.normal());
+  }
   double get(int64_t i) const;
   void set(int64_t i, double x);
 };
@@ -109,6 +115,8 @@ Result test_append(const Kernels&, bool full);
 Result test_copy(const Kernels&, bool full);
 Result test_conversion(const Kernels&, bool full);
 Result test_linear(const Kernels&, bool full);
+Result test_plain(const Kernels&, bool full);
+Result test_narrow(const Kernels&, bool full);
 Result test_rows(const Kernels&, bool full);
 Result test_norm(const Kernels&, bool full);
 Result test_rope(const Kernels&, bool full);

@@ -13,9 +13,9 @@ struct Test {
 };
 
 static const Test TESTS[] = {
-    {"conversion", test_conversion}, {"copy", test_copy}, {"append", test_append}, {"attention", test_attention},
-    {"linear", test_linear},         {"rows", test_rows}, {"norm", test_norm},     {"rope", test_rope},
-    {"gated", test_gated},
+    {"conversion", test_conversion}, {"copy", test_copy},   {"append", test_append}, {"attention", test_attention},
+    {"linear", test_linear},         {"rows", test_rows},   {"norm", test_norm},     {"rope", test_rope},
+    {"gated", test_gated},           {"plain", test_plain}, {"narrow", test_narrow},
 };
 
 static void run(const Test& test, const Kernels& kernels, bool full) {
@@ -54,7 +54,7 @@ int main(int count, char** words) {
       return fprintf(stderr, "unknown: %s\n", words[i]), 2;
   }
   interface(expected);
-  for (const char* isa : {"generic", "avx2", "avx512", "avx512_vnni"}) {
+  for (const char* isa : {"generic", "avx2", "avx512", "avx512_vnni", "avx512_bf16"}) {
     if (only && strcmp(only, isa)) continue;
     const Kernels kernels(isa);
     if (!kernels.here()) {

@@ -16,7 +16,7 @@ struct Normed {
 Normed normed(const pkv_context* context, const float* x, const float* residual, int64_t m, int64_t dim,
               const std::vector<float>& weight, float eps) {
   Normed got{std::vector<float>(residual, residual + m * dim), std::vector<float>(size_t(m * dim), NAN)};
-  pkv_add_rms_norm(context, m, dim, x, got.residual.data(), weight.data(), eps, got.out.data());
+  pkv_add_rms_norm(context, PKV_FP32, PKV_FP32, m, dim, x, got.residual.data(), weight.data(), eps, got.out.data());
   return got;
 }
 
@@ -100,8 +100,8 @@ void turn(const Kernels& kernels, int64_t m, int64_t half, int64_t rest, Random&
   std::vector<float> first;
   for (int threads = 1; threads <= Kernels::MOST; threads++) {
     Heads a = q, b = k;
-    pkv_rope(kernels.on(threads), m, int32_t(q.count), int32_t(k.count), int32_t(2 * half), a.values.data(), a.stride,
-             b.values.data(), b.stride, head_stride, cosines.data(), sines.data());
+    pkv_rope(kernels.on(threads), PKV_FP32, m, int32_t(q.count), int32_t(k.count), int32_t(2 * half), a.values.data(),
+             a.stride, b.values.data(), b.stride, head_stride, cosines.data(), sines.data());
     if (threads == 1)
       compare(q, a, m, half, cosines, sines, result), compare(k, b, m, half, cosines, sines, result), first = a.values;
     CHECK(same(first.data(), a.values.data(), first.size()), "%d rows on %d threads: other bits", int(m), threads);
@@ -115,7 +115,7 @@ double gate(int kind, double g) {
 
 std::vector<float> gated(const pkv_context* context, int kind, const float* x, int64_t m, int64_t dim) {
   std::vector<float> out(size_t(m * dim), NAN);
-  pkv_gated(context, kind, m, dim, x, out.data());
+  pkv_gated(context, PKV_FP32, kind, m, dim, x, out.data());
   return out;
 }
 

@@ -48,7 +48,7 @@ struct Weights {
 std::vector<float> product(const pkv_context* context, const Weights& w, const std::vector<char>& packed,
                            const float* x, int64_t m, const float* bias) {
   std::vector<float> out(size_t(m * w.n), NAN);
-  std::vector<char> work(size_t(pkv_linear_work(m, w.k)));
+  std::vector<char> work(size_t(pkv_linear_work(w.format, m, w.k)));
   pkv_linear(context, w.format, m, w.n, w.k, x, packed.data(), bias, out.data(), work.data());
   return out;
 }

@@ -21,6 +21,9 @@ extern const pkv_table table;
 namespace avx512_vnni {
 extern const pkv_table table;
 }
+namespace avx512_bf16 {
+extern const pkv_table table;
+}
 #endif
 
 namespace {
@@ -41,14 +44,14 @@ bool has_avx512() {
          __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
 }
 bool has_vnni() { return has_avx512() && __builtin_cpu_supports("avx512vnni"); }
+bool has_bf16() { return has_vnni() && __builtin_cpu_supports("avx512bf16"); }
 #endif
 
 // From the best to the one that is everywhere.
 const Isa ISAS[] = {
 #if defined(__x86_64__)
-    {"avx512_vnni", &avx512_vnni::table, has_vnni},
-    {"avx512", &avx512::table, has_avx512},
-    {"avx2", &avx2::table, has_avx2},
+    {"avx512_bf16", &avx512_bf16::table, has_bf16}, {"avx512_vnni", &avx512_vnni::table, has_vnni},
+    {"avx512", &avx512::table, has_avx512},         {"avx2", &avx2::table, has_avx2},
 #endif
     {"generic", &generic::table, always},
 };
@@ -95,17 +98,22 @@ PKV_API void pkv_attend(const pkv_context* c, const pkv_layer* layer, const pkv_
 }
 
 PKV_API int64_t pkv_packed_bytes(int32_t format, int64_t n, int64_t k) {
-  return (n + 15) / 16 * (k / 32) * (format == PKV_Q4_0 ? 288 : format == PKV_Q4_1 ? 320 : 544);
+  const int64_t panels = (n + 15) / 16;
+  if (format == PKV_PLAIN_BF16 || format == PKV_PLAIN_FP16) return panels * ((k + 1) / 2) * 64;
+  return panels * (k / 32) * (format == PKV_Q4_0 ? 288 : format == PKV_Q4_1 ? 320 : 544);
 }
 
-PKV_API void pkv_pack(const pkv_context* c, int32_t format, int64_t n, int64_t k, const void* blocks, void* packed) {
-  c->isa->table->pack(format, n, k, blocks, packed, c->threads);
+PKV_API void pkv_pack(const pkv_context* c, int32_t format, int64_t n, int64_t k, const void* weights, void* packed) {
+  c->isa->table->pack(format, n, k, weights, packed, c->threads);
 }
 
-PKV_API int64_t pkv_linear_work(int64_t m, int64_t k) { return m * k + m * (k / 32) * 8; }
+PKV_API int64_t pkv_linear_work(int32_t format, int64_t m, int64_t k) {
+  if (format == PKV_PLAIN_BF16 || format == PKV_PLAIN_FP16) return m * ((k + 1) / 2) * 8;
+  return m * k + m * (k / 32) * 8;
+}
 
-PKV_API void pkv_linear(const pkv_context* c, int32_t format, int64_t m, int64_t n, int64_t k, const float* x,
-                        const void* packed, const float* bias, float* out, void* work) {
+PKV_API void pkv_linear(const pkv_context* c, int32_t format, int64_t m, int64_t n, int64_t k, const void* x,
+                        const void* packed, const void* bias, void* out, void* work) {
   c->isa->table->linear(format, m, n, k, x, packed, bias, out, work, c->threads);
 }
 
@@ -114,17 +122,19 @@ PKV_API void pkv_rows(const pkv_context* c, int32_t format, int64_t m, int64_t k
   c->isa->table->rows(format, m, k, ids, packed, out, c->threads);
 }
 
-PKV_API void pkv_add_rms_norm(const pkv_context* c, int64_t m, int64_t dim, const float* x, float* residual,
-                              const float* weight, float eps, float* out) {
-  c->isa->table->add_rms_norm(m, dim, x, residual, weight, eps, out, c->threads);
+PKV_API void pkv_add_rms_norm(const pkv_context* c, int32_t dtype, int32_t weight_dtype, int64_t m, int64_t dim,
+                              const void* x, void* residual, const void* weight, float eps, void* out) {
+  c->isa->table->add_rms_norm(dtype, weight_dtype, m, dim, x, residual, weight, eps, out, c->threads);
 }
 
-PKV_API void pkv_rope(const pkv_context* c, int64_t m, int32_t q_heads, int32_t kv_heads, int32_t rotary, float* q,
-                      int64_t q_stride, float* k, int64_t k_stride, int64_t head_stride, const float* cosines,
+PKV_API void pkv_rope(const pkv_context* c, int32_t dtype, int64_t m, int32_t q_heads, int32_t kv_heads, int32_t rotary,
+                      void* q, int64_t q_stride, void* k, int64_t k_stride, int64_t head_stride, const float* cosines,
                       const float* sines) {
-  c->isa->table->rope(m, q_heads, kv_heads, rotary, q, q_stride, k, k_stride, head_stride, cosines, sines, c->threads);
+  c->isa->table->rope(dtype, m, q_heads, kv_heads, rotary, q, q_stride, k, k_stride, head_stride, cosines, sines,
+                      c->threads);
 }
 
-PKV_API void pkv_gated(const pkv_context* c, int32_t kind, int64_t m, int64_t dim, const float* x, float* out) {
-  c->isa->table->gated(kind, m, dim, x, out, c->threads);
+PKV_API void pkv_gated(const pkv_context* c, int32_t dtype, int32_t kind, int64_t m, int64_t dim, const void* x,
+                       void* out) {
+  c->isa->table->gated(dtype, kind, m, dim, x, out, c->threads);
 }

@@ -2,6 +2,7 @@
 #include "attention.h"
 #include "elementwise.h"
 #include "linear.h"
+#include "plain.h"
 #include "table.h"
 
 namespace PKV_ISA {

@@ -67,18 +67,6 @@ static inline void quantize(const float* x, int64_t k, int8_t* codes, float* sca
   }
 }
 
-static inline vf halves(const uint16_t* h) {
-#if defined(__AVX512F__)
-  return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(h)));
-#elif defined(__AVX2__)
-  return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(h)));
-#else
-  vf out;
-  for (int i = 0; i < W; i++) out[i] = from_half(h[i]);
-  return out;
-#endif
-}
-
 static inline int32_t four(const int8_t* c) {
   int32_t bits;
   memcpy(&bits, c, 4);
@@ -328,8 +316,8 @@ static void times_panels(const uint8_t* packed, const Rows& x, int64_t m, int64_
       panel_times_block<FORMAT>(packed, x, p, b * BLOCK, m < (b + 1) * BLOCK ? m : (b + 1) * BLOCK, n, bias, out);
 }
 
-static void linear(int format, int64_t m, int64_t n, int64_t k, const float* x, const void* packed, const float* bias,
-                   float* out, void* work, int threads) {
+static void block_linear(int format, int64_t m, int64_t n, int64_t k, const float* x, const void* packed,
+                         const float* bias, float* out, void* work, int threads) {
   const int64_t groups = k / GROUP;
   float* scales = static_cast<float*>(work);
   float* sums = scales + m * groups;
@@ -344,7 +332,7 @@ static void linear(int format, int64_t m, int64_t n, int64_t k, const float* x, 
 }
 
 // GGUF blocks [n][k / 32] -> panels; outputs beyond n are zero.
-static void pack(int format, int64_t n, int64_t k, const void* blocks, void* packed, int threads) {
+static void pack_blocks(int format, int64_t n, int64_t k, const void* blocks, void* packed, int threads) {
   const int64_t groups = k / GROUP, panels = (n + PANEL - 1) / PANEL;
   const int head = format == PKV_Q4_1 ? 4 : 2, block = head + (format == PKV_Q8_0 ? 32 : 16);
   const uint8_t* from = static_cast<const uint8_t*>(blocks);

@@ -9,10 +9,10 @@
 extern "C" {
 #endif
 
-#define PKV_VERSION 2
+#define PKV_VERSION 3
 
 enum pkv_dtype { PKV_FP32 = 0, PKV_BF16 = 1, PKV_FP16 = 2 };
-enum pkv_format { PKV_Q4_0 = 0, PKV_Q4_1 = 1, PKV_Q8_0 = 2 };
+enum pkv_format { PKV_Q4_0 = 0, PKV_Q4_1 = 1, PKV_Q8_0 = 2, PKV_PLAIN_BF16 = 3, PKV_PLAIN_FP16 = 4 };
 
 // One layer's cache: head-major planes [kv_heads][slots][width], `width` numbers of `kv_dtype` from slot to slot.
 typedef struct {
@@ -38,7 +38,7 @@ typedef struct {
 
 int pkv_version(void);
 // An instruction set and a number of threads: "auto" takes the best that is here, else "generic", "avx2", "avx512",
-// "avx512_vnni". NULL where this processor (or this build) does not have it. Closed with pkv_close.
+// "avx512_vnni", "avx512_bf16". NULL where this processor (or this build) does not have it. Closed with pkv_close.
 typedef struct pkv_context pkv_context;
 pkv_context* pkv_open(const char* isa, int threads);
 void pkv_close(pkv_context* context);
@@ -58,26 +58,28 @@ int64_t pkv_attend_work(const pkv_context*, int64_t rows, int64_t tokens, int64_
 void pkv_attend(const pkv_context*, const pkv_layer* layer, const pkv_batch* batch, const void* q, int64_t q_stride,
                 void* out, float* lse, void* work);
 
-// Weights [n][k] in GGUF blocks -> panels (see linear.h); k a multiple of 32. `packed` holds pkv_packed_bytes(...).
+// Weights [n][k] -> panels: in GGUF blocks (see linear.h), k a multiple of 32, or plain numbers of 16 bits (see
+// plain.h). `packed` holds pkv_packed_bytes(...).
 int64_t pkv_packed_bytes(int32_t format, int64_t n, int64_t k);
-void pkv_pack(const pkv_context*, int32_t format, int64_t n, int64_t k, const void* blocks, void* packed);
-// x [m][k] float32 -> out [m][n] float32 (+ bias [n] or NULL). `work` holds pkv_linear_work(m, k) bytes.
-int64_t pkv_linear_work(int64_t m, int64_t k);
-void pkv_linear(const pkv_context*, int32_t format, int64_t m, int64_t n, int64_t k, const float* x, const void* packed,
-                const float* bias, float* out, void* work);
-// Rows of a packed table: ids [m] -> out [m][k].
+void pkv_pack(const pkv_context*, int32_t format, int64_t n, int64_t k, const void* weights, void* packed);
+// x [m][k] -> out [m][n] (+ bias [n] or NULL), all of the weights' dtype if these are plain, else float32. `work` holds
+// pkv_linear_work(format, m, k) bytes.
+int64_t pkv_linear_work(int32_t format, int64_t m, int64_t k);
+void pkv_linear(const pkv_context*, int32_t format, int64_t m, int64_t n, int64_t k, const void* x, const void* packed,
+                const void* bias, void* out, void* work);
+// Rows of a packed table of blocks: ids [m] -> out [m][k].
 void pkv_rows(const pkv_context*, int32_t format, int64_t m, int64_t k, const int64_t* ids, const void* packed,
               float* out);
 
-// residual += x (x NULL: not), then out = rms_norm(residual) * weight. All float32 [m][dim].
-void pkv_add_rms_norm(const pkv_context*, int64_t m, int64_t dim, const float* x, float* residual, const float* weight,
-                      float eps, float* out);
+// residual += x (x NULL: not), then out = rms_norm(residual) * weight. [m][dim] of `dtype`; the weight may be fp32.
+void pkv_add_rms_norm(const pkv_context*, int32_t dtype, int32_t weight_dtype, int64_t m, int64_t dim, const void* x,
+                      void* residual, const void* weight, float eps, void* out);
 // Turn the first `rotary` entries of each head of q and k in place; cos, sin [m][rotary / 2].
-void pkv_rope(const pkv_context*, int64_t m, int32_t q_heads, int32_t kv_heads, int32_t rotary, float* q,
-              int64_t q_stride, float* k, int64_t k_stride, int64_t head_stride, const float* cosines,
+void pkv_rope(const pkv_context*, int32_t dtype, int64_t m, int32_t q_heads, int32_t kv_heads, int32_t rotary, void* q,
+              int64_t q_stride, void* k, int64_t k_stride, int64_t head_stride, const float* cosines,
               const float* sines);
 // x = [gate, up] [m][2 dim] -> out [m][dim]; kind 0: silu(gate) * up, 1: gelu_tanh(gate) * up.
-void pkv_gated(const pkv_context*, int32_t kind, int64_t m, int64_t dim, const float* x, float* out);
+void pkv_gated(const pkv_context*, int32_t dtype, int32_t kind, int64_t m, int64_t dim, const void* x, void* out);
 
 #ifdef __cplusplus
 }

@@ -24,6 +24,8 @@ constexpr int W = PKV_W;
 typedef float vf __attribute__((vector_size(4 * PKV_W), aligned(4), may_alias));
 typedef int8_t vc __attribute__((vector_size(PKV_W), aligned(1), may_alias));
 typedef int32_t vi __attribute__((vector_size(4 * PKV_W), aligned(4), may_alias));
+typedef uint16_t vh __attribute__((vector_size(2 * PKV_W), aligned(2), may_alias));
+typedef uint32_t vu __attribute__((vector_size(4 * PKV_W), aligned(4), may_alias));
 
 static inline vf load(const float* p) { return *reinterpret_cast<const vf*>(p); }
 static inline void store(float* p, vf v) { *reinterpret_cast<vf*>(p) = v; }
@@ -182,6 +184,84 @@ static inline void narrow(const float* from, int32_t dtype, int count, void* to)
   }
   uint16_t* h = static_cast<uint16_t*>(to);
   for (int i = 0; i < count; i++) h[i] = dtype == PKV_BF16 ? to_bf16(from[i]) : to_half(from[i]);
+}
+
+// W halves as floats.
+static inline vf halves(const uint16_t* h) {
+#if defined(__AVX512F__)
+  return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(h)));
+#elif defined(__AVX2__)
+  return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(h)));
+#else
+  vf out;
+  for (int i = 0; i < W; i++) out[i] = from_half(h[i]);
+  return out;
+#endif
+}
+
+static inline void to_halves(uint16_t* h, vf v) {
+#if defined(__AVX512F__)
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(h), _mm512_cvtps_ph(v, 0));
+#elif defined(__AVX2__)
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(h), _mm256_cvtps_ph(v, 0));
+#else
+  for (int i = 0; i < W; i++) h[i] = to_half(v[i]);
+#endif
+}
+
+static inline vf from_bf16s(const uint16_t* b) {
+  const vu bits = __builtin_convertvector(*reinterpret_cast<const vh*>(b), vu) << 16;
+  return reinterpret_cast<const vf&>(bits);
+}
+
+static inline void to_bf16s(uint16_t* b, vf v) {
+  const vu bits = reinterpret_cast<const vu&>(v);
+  const vu rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16, nan = (bits >> 16) | 0x40;
+  *reinterpret_cast<vh*>(b) = __builtin_convertvector(v != v ? nan : rounded, vh);
+}
+
+// How a number of dtype D lies in memory; `take` and `put` one or W of them as floats.
+template <int D>
+struct Stored {
+  typedef uint16_t type;
+};
+template <>
+struct Stored<PKV_FP32> {
+  typedef float type;
+};
+template <int D>
+using number = typename Stored<D>::type;
+
+template <int D>
+static inline vf take(const number<D>* p) {
+  if constexpr (D == PKV_FP32)
+    return load(p);
+  else
+    return D == PKV_BF16 ? from_bf16s(p) : halves(p);
+}
+
+template <int D>
+static inline float take1(number<D> x) {
+  if constexpr (D == PKV_FP32)
+    return x;
+  else
+    return D == PKV_BF16 ? from_bf16(x) : from_half(x);
+}
+
+template <int D>
+static inline void put(number<D>* p, vf v) {
+  if constexpr (D == PKV_FP32)
+    store(p, v);
+  else
+    D == PKV_BF16 ? to_bf16s(p, v) : to_halves(p, v);
+}
+
+template <int D>
+static inline number<D> put1(float x) {
+  if constexpr (D == PKV_FP32)
+    return x;
+  else
+    return D == PKV_BF16 ? to_bf16(x) : to_half(x);
 }
 
 // e^x for x <= 88, relative error below 2e-7; 0 below -87.3 and for minus infinity; NaN stays NaN.

@@ -39,12 +39,20 @@ def test_wrong_options_name_what_is_accepted(options, words):
 def test_without_the_library_auto_computes_with_torch_and_says_so_and_native_is_refused(monkeypatch, tmp_path, caplog):
     monkeypatch.setattr(native, "LIBRARY", tmp_path / "missing.so")
     made = CpuDescriptor().create(0, {"threads": 1}, World())
-    assert "torch alone" in caplog.text and "C++ compiler" in caplog.text
+    assert "torch alone" in caplog.text and "C++ compiler" in caplog.text and native.WITHOUT in caplog.text
     made.close()
     for options in ({"kernels": "native"}, {"isa": "generic"}):
         with pytest.raises(BackendUnavailable, match="C\\+\\+ compiler"):
             CpuDescriptor().create(0, {"threads": 1, **options}, World())
-    assert "C++ compiler" in CpuDescriptor().diagnose()["kernels"]
+    told = CpuDescriptor().diagnose()["kernels"]
+    assert "C++ compiler" in told and native.WITHOUT in told
+    assert f"no native kernels: {native.WITHOUT}" in CpuDescriptor().probe()[0].kind
+
+
+def test_with_the_library_the_listing_says_nothing_of_kernels():
+    if reason := native.why_missing():
+        pytest.skip(reason)
+    assert "kernels" not in CpuDescriptor().probe()[0].kind
 
 
 def test_a_library_of_another_version_is_not_used(monkeypatch):
@@ -57,8 +65,10 @@ def test_a_library_of_another_version_is_not_used(monkeypatch):
 def test_an_instruction_set_that_is_not_here_is_refused():
     if reason := native.why_missing():
         pytest.skip(reason)
-    code = "from pagedkv_cpu.native import Kernels\nfor isa in ('avx512', 'avx512_vnni', 'generic'):\n"
+    code = "from pagedkv_cpu.native import Kernels\nfor isa in ('avx512', 'avx512_vnni', 'avx512_bf16', 'generic'):\n"
     code += "    try: print(Kernels(isa).isa)\n    except OSError as error: print('no', error)\n"
     lines = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.splitlines()
     assert lines[-1] == "generic"
-    assert all(line in ("avx512", "avx512_vnni") or line.startswith("no this processor") for line in lines[:-1])
+    assert all(
+        line in ("avx512", "avx512_vnni", "avx512_bf16") or line.startswith("no this processor") for line in lines[:-1]
+    )

@@ -8,6 +8,8 @@ import pytest
 import torch
 
 from pagedkv.api import ContractViolation, OpSpec
+from pagedkv_cpu import host
+from pagedkv_cpu.native_ops import NativeLinear, PackedWeights
 from tests.backends.cpu import rig
 
 pytestmark = pytest.mark.parametrize("kernels", ["native"], indirect=True)
@@ -92,10 +94,91 @@ def test_what_the_kernels_do_not_compute_is_left_to_others():
         ("linear", "fp32", {"n": 8, "k": 64}, {"format": "Q6_K"}),
         ("linear", "fp32", {"n": 8, "k": 48}, {"format": "Q4_0"}),
         ("linear", "bf16", {"n": 8, "k": 64}, {"format": "Q4_0"}),
-        ("rms_norm", "bf16", {"dim": 8}, {}),
+        ("linear", "bf16", {"n": 8, "k": 64}, {"of_tomorrow": 1}),
+        ("embedding", "bf16", {"vocab": 8, "dim": 64}, {}),
+        ("rms_norm", "fp8", {"dim": 8}, {}),
         ("rope", "fp32", {"q_heads": 1, "kv_heads": 1, "head_dim": 8, "rotary_dim": 8}, {"of_tomorrow": 1}),
     ):
         assert made.op(name, OpSpec(dtype=dtype, dims=dims, attributes=attributes)) is None
+
+
+UNITS = {"bf16": 2.0**-8, "fp16": 2.0**-11}
+"""Largest relative error of one rounding."""
+
+
+def plain(dtype: str, n: int, k: int, made=None):
+    return (made or rig.shared_backend()).op("linear", OpSpec(dtype=dtype, dims={"n": n, "k": k}))
+
+
+@pytest.fixture
+def no_tile_units(monkeypatch):
+    """A processor without products of whole matrices, where the kernels' product is taken."""
+    monkeypatch.setattr(host, "isa_flags", lambda: frozenset({"avx2"}))
+
+
+@pytest.mark.parametrize("dtype", list(UNITS))
+@pytest.mark.parametrize(("n", "k"), [(1, 1), (50, 75), (576, 1536), (33, 64)])
+def test_a_product_of_16_bit_numbers_is_its_float32_sum_rounded_once(no_tile_units, dtype, n, k):
+    made = rig.backend()
+    weight, bias = torch.randn(n, k).to(rig.TORCH[dtype]), torch.randn(n).to(rig.TORCH[dtype])
+    packed = plain(dtype, n, k, made).pack(weight.clone(), bias)
+    assert isinstance(packed, PackedWeights) and packed.nbytes >= weight.nbytes + bias.nbytes
+    for rows in (0, 1, 5, 70):
+        x = torch.randn(rows, k).to(rig.TORCH[dtype])
+        want, size = x.double() @ weight.double().T + bias.double(), x.double().abs() @ weight.double().abs().T
+        got = plain(dtype, n, k, made)(x, packed)
+        assert got.dtype == x.dtype and got.shape == want.shape
+        assert bool(((got.double() - want).abs() <= 1.01 * UNITS[dtype] * want.abs() + 4e-6 * (size + 1)).all())
+    made.close()
+
+
+@pytest.mark.parametrize("dtype", list(UNITS))
+def test_a_row_of_a_16_bit_product_has_the_same_bits_among_1_to_40_rows(no_tile_units, dtype):
+    made = rig.backend(2)
+    op = plain(dtype, 100, 75, made)
+    packed, x = op.pack(torch.randn(100, 75).to(rig.TORCH[dtype])), torch.randn(40, 75).to(rig.TORCH[dtype])
+    alone = torch.cat([op(x[i : i + 1], packed) for i in range(40)])
+    for count in range(1, 41):
+        assert torch.equal(op(x[40 - count :], packed), alone[40 - count :]), count
+    made.close()
+
+
+def test_a_processor_with_tile_units_for_a_dtype_leaves_its_products_to_onednn(monkeypatch):
+    monkeypatch.setattr(host, "isa_flags", lambda: frozenset({"amx_bf16"}))
+    made = rig.backend()
+    assert not isinstance(plain("bf16", 8, 8, made), NativeLinear)
+    assert isinstance(plain("fp16", 8, 8, made), NativeLinear)
+    made.close()
+
+
+@pytest.mark.parametrize("dtype", list(UNITS))
+@pytest.mark.parametrize("wide", [False, True])
+def test_norms_turns_and_gates_of_16_bit_numbers_are_rounded_once(dtype, wide):
+    made, kind, unit = rig.shared_backend(), rig.TORCH[dtype], 1.01 * UNITS[dtype]
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape).to(kind)
+
+    def found(name: str):
+        return made.op(name, OpSpec(dtype=dtype, dims={"dim": 1}, attributes={"wide": True} if wide else {}))
+
+    x, residual, weight = draw(5, 100), draw(5, 100), draw(100).float() if wide else draw(100)
+    before = residual.double()
+    got = found("add_rms_norm")(x, residual, weight, 1e-5)
+    assert bool(((residual.double() - before - x.double()).abs() <= unit * residual.double().abs()).all())
+    want = residual.double() / (residual.double().pow(2).mean(-1, keepdim=True) + 1e-5).sqrt() * weight.double()
+    assert got.dtype == kind and bool(((got.double() - want).abs() <= unit * want.abs() + 1e-7).all())
+    assert torch.equal(found("rms_norm")(residual, weight, 1e-5), got)
+    if wide:
+        return
+    gate, up = (half.double() for half in x.chunk(2, -1))
+    want = torch.nn.functional.silu(gate) * up
+    assert bool(((found("silu_mul")(x).double() - want).abs() <= unit * want.abs() + 1e-6).all())
+    heads, cos, sin = draw(5, 3, 20), torch.randn(5, 8), torch.randn(5, 8)
+    left, right, c, s = *heads.double()[..., :16].chunk(2, -1), cos.double()[:, None], sin.double()[:, None]
+    want = torch.cat([left * c - right * s, right * c + left * s, heads.double()[..., 16:]], -1)
+    found("rope")(heads[:, :2], heads[:, 2:], cos, sin)
+    assert bool(((heads.double() - want).abs() <= unit * want.abs() + 1e-6).all())
 
 
 def op(name: str):

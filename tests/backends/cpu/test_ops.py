@@ -71,8 +71,9 @@ def test_without_the_operator_the_reference_is_used(monkeypatch, caplog):
     assert caplog.text.count("no such operator") == 1
 
 
+@pytest.mark.parametrize("kernels", ["torch"], indirect=True)
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-def test_narrow_dtypes_only_where_the_processor_multiplies_them(dtype):
+def test_without_kernels_narrow_dtypes_only_where_the_processor_multiplies_them(dtype):
     supported = getattr(torch.ops.mkldnn, f"_is_mkldnn_{dtype}_supported")()
     op = linear(dtype)
     assert (op is not None) == supported
