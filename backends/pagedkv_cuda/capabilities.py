@@ -39,7 +39,7 @@ def offered(generation: Generation) -> Capabilities:
 
 def declared(generation: Generation, kernels: str, *, graphs: bool) -> Capabilities:
     """What an instance with these kernels declares."""
-    more: dict[str, Any] = {} if graphs else {"extensions": {}, "graph": "none", "max_graphs": None}
+    more: dict[str, Any] = {} if graphs else {"extensions": {}, "graph": "none"}
     if kernels == "torch":
         return _capabilities(generation, block_sizes=((1, 1, 1024),), head_dims=((1, 1, 512),), **more)
     return _capabilities(
