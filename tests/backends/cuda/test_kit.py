@@ -1,0 +1,60 @@
+"""The conformance kit on the CUDA backend with the processor in a GPU's place: torch's operators, copies come late.
+
+What a run on a device would add is named in the backend's own report: kernels, streams and graphs of the hardware. The
+collectives' section is left out for its time: they are the contract's helper over NCCL, tested over Gloo elsewhere.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pagedkv.api import World
+from pagedkv.api.errors import BackendUnavailable
+from pagedkv.conformance import loading_child
+from pagedkv_cuda import backend as backend_module
+from tests.backends.cuda.double import double
+
+ROOT = Path(__file__).resolve().parents[3]
+LEFT_OUT = "not collectives and not test_import_is_light"
+"""The second: the double's own package is another one than the backend's; the real descriptor is looked at below."""
+
+
+def test_the_kit_passes():
+    command = [sys.executable, str(Path(__file__).with_name("kit_run.py")), "cuda-double", LEFT_OUT]
+    own = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(command, env=os.environ | own, cwd=ROOT, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr[-4000:]
+    said = json.loads(done.stdout.splitlines()[-1])
+    assert said["others"] == []
+    assert said["passed"] > 280, "sections are missing"
+
+
+def test_the_real_descriptor_is_light():
+    asked = json.dumps(
+        {"target": "pagedkv_cuda.descriptor:CudaDescriptor", "path": [str(ROOT / "backends"), *sys.path]}
+    )
+    done = subprocess.run([sys.executable, loading_child.__file__, asked], capture_output=True, text=True, timeout=60)
+    answer = json.loads(done.stdout.splitlines()[-1])
+    assert (answer["imported"], answer["frameworks"], answer["devices"], answer["raised"]) == ([], [], [], "")
+
+
+def test_collectives_go_over_the_runtimes_own_library(monkeypatch):
+    asked = []
+
+    def refuse(name, world, group):
+        asked.append((name, world, list(group)))
+        raise BackendUnavailable("not here")
+
+    monkeypatch.setattr(backend_module, "communicator", refuse)
+    world = World(rank=1, size=2, rendezvous="tcp://127.0.0.1:1")
+    made = double(world=world)
+    made._runtime.collectives = "nccl"
+    with pytest.raises(BackendUnavailable):
+        made.communicator([0, 1])
+    assert asked == [("nccl", world, [0, 1])]
