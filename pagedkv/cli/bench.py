@@ -1,4 +1,4 @@
-"""`pagedkv bench`: throughput, latency and memory against batch size."""
+"""`pagedkv bench`: throughput, latency and memory against batch size, or over work that shares prefixes."""
 
 from __future__ import annotations
 
@@ -10,12 +10,15 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from pagedkv.cli import scenario_report
 from pagedkv.cli.common import model_argument
 from pagedkv.cli.model_options import engine_options, engine_settings
+from pagedkv.cli.scenario_options import scenario_options, scenario_sizes
 from pagedkv.cli.tables import print_table
 from pagedkv.config import show_bytes
 
 if TYPE_CHECKING:
+    from pagedkv.cli import scenario_bench
     from pagedkv.cli.standard_work import Bench, Measured
 
 _log = logging.getLogger("pagedkv.cli")
@@ -41,19 +44,22 @@ _COUNT = click.IntRange(min=1)
 @click.option("--input-len", type=_COUNT, default=128, show_default=True, metavar="N", help="Tokens of a prompt.")
 @click.option("--output-len", type=_COUNT, default=128, show_default=True, metavar="N", help="Tokens of an answer.")
 @click.option("--repeats", type=_COUNT, default=3, show_default=True, metavar="N", help="Measured rounds.")
-@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, metavar="N", help="Of the prompts.")
+@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, metavar="N", help="Of the work.")
 @click.option(
     "--floor", "with_floor", is_flag=True, help="Measure how fast memory is read; show the least time between tokens."
 )
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object a batch size instead of a table.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object a row instead of a table.")
 @click.option(
     "--output",
     type=click.Path(dir_okay=False, writable=True, path_type=Path),
     metavar="FILE",
     help="Write the JSON objects to a file as well, one a line.",
 )
+@scenario_options
 @engine_options
+@click.pass_context
 def bench(
+    context: click.Context,
     model: str,
     batch_sizes: tuple[int, ...],
     input_len: int,
@@ -63,6 +69,8 @@ def bench(
     with_floor: bool,
     as_json: bool,
     output: Path | None,
+    scenario: str | None,
+    sizes: dict[str, Any],
     settings: dict[str, Any],
 ) -> None:
     """Measure MODEL: output tokens a second, latency and memory against the number of requests.
@@ -76,29 +84,82 @@ def bench(
     With --floor, each time between tokens stands beside its floor: the bytes of weights and cached keys and values
     that a decode step must read, over the speed at which a plain sum over a large array reads memory here.
 
+    With --scenario, work whose prompts begin alike runs over a cache that holds only a part of it, on three engines:
+    without host memory, with host memory for preempted requests (swap), and for evicted prefixes as well (host tier).
+    The table shows the times to the first token (median and worst), where prompt tokens came from, how many were
+    computed again after a preemption, and what was copied. --input-len is then what a request adds, and where several
+    defaults are shown they are of chat, documents and agents.
+
+    \b
+    chat       users take turns; a prompt is the whole conversation so far
+    documents  questions about long documents, in mixed order
+    agents     samples of one task go on by themselves, and branch again
+
     \b
     pagedkv bench demo
     pagedkv bench demo --batch-sizes 1,64 --dtype bfloat16 --json > figures.jsonl
+    pagedkv bench demo --scenario chat
+    pagedkv bench demo --scenario documents --documents 10 --cache-share 0.3
     """
-    from pagedkv.cli.standard_work import Bench, Work
-    from pagedkv.progress import loading_bar
-
     if output is not None and not output.resolve().parent.is_dir():
         raise click.UsageError(f"--output {output}: there is no folder {output.resolve().parent}; make it first")
-    work, named = Work(input_len=input_len, output_len=output_len, seed=seed), engine_settings(settings)
-    with loading_bar() as progress:
-        made = Bench(model, work, max(batch_sizes), named, progress)
-    with made:
-        bandwidth = _bandwidth(made) if with_floor else None
-        rows = _rows(made, _measure(made, batch_sizes, repeats), bandwidth)
+    sized = scenario_sizes(context, scenario, sizes, settings)
+    named = engine_settings(settings)
+    if scenario is not None:
+        rows, show = _scenario_rows(model, scenario, sized, seed, named), scenario_report.show
+    else:
+        lengths = {"input_len": input_len, "output_len": output_len, "seed": seed}
+        rows, show = _batch_rows(model, lengths, batch_sizes, repeats, with_floor, named), _show
     lines = [json.dumps(row) for row in rows]
     if as_json:
         click.echo("\n".join(lines))
     else:
-        _show(rows)
+        show(rows)
     if output is not None:
         output.write_text("\n".join(lines) + "\n", encoding="utf-8")
         _log.info("written to %s", output)
+
+
+def _batch_rows(
+    model: str,
+    lengths: Mapping[str, int],
+    sizes: Sequence[int],
+    repeats: int,
+    with_floor: bool,
+    named: Mapping[str, Any],
+) -> list[dict[str, Any]]:
+    from pagedkv.cli.standard_work import Bench, Work
+    from pagedkv.progress import loading_bar
+
+    with loading_bar() as progress:
+        made = Bench(model, Work(**lengths), max(sizes), named, progress)
+    with made:
+        bandwidth = _bandwidth(made) if with_floor else None
+        return _rows(made, _measure(made, sizes, repeats), bandwidth)
+
+
+def _scenario_rows(
+    model: str, scenario: str, sizes: Mapping[str, Any], seed: int, named: Mapping[str, Any]
+) -> list[dict[str, Any]]:
+    from pagedkv.cli.scenario_bench import plan
+    from pagedkv.cli.scenarios import work
+
+    made = plan(model, work(scenario, sizes, seed), sizes["cache_share"], named)
+    rows = scenario_report.rows(made.work, [_run_scenario(made, kind) for kind in made.kinds])
+    if rows[0]["differing_answers"] and rows[0]["batch_invariant"]:
+        _log.error("answers differ, although results do not depend on the batch here; please report this")
+    return rows
+
+
+def _run_scenario(plan: scenario_bench.Plan, kind: str) -> scenario_bench.Measured:
+    from pagedkv.cli.scenario_bench import measure
+    from pagedkv.progress import counting_bar, loading_bar
+
+    _log.info("%s: %s", plan.work.scenario, kind)
+    with loading_bar() as progress:
+        parts = plan.build(kind, progress)
+    with counting_bar(f"Measuring {kind}", len(plan.work.asks)) as advance:
+        return measure(plan.work, kind, parts, advance)
 
 
 def _measure(bench: Bench, sizes: Sequence[int], repeats: int) -> dict[int, list[Measured]]:
