@@ -94,6 +94,11 @@ def shared_bytes(host: HostPlan | None) -> int:
     return host.nbytes if host is not None and host.shared else 0
 
 
+def _beside_swap(host: HostPlan | None) -> str:
+    shared = shared_bytes(host)
+    return f", and what swap_space may take of it ({show_bytes(shared)})" if shared else ""
+
+
 def _host_text(host: HostPlan) -> str:
     where = "in this same memory" if host.shared else "in host memory"
     return f"up to {show_bytes(host.nbytes)} = {host.blocks} blocks {where}, made when needed"
@@ -198,7 +203,7 @@ def _size(
             raise OutOfDeviceMemory(
                 f"kv_cache_memory={show_bytes(request.kv_cache_bytes)} does not fit: {show_bytes(max(room, 0))} "
                 f"are left beside weights ({show_bytes(request.weights)}) and workspace "
-                f"({show_bytes(request.workspace)})",
+                f"({show_bytes(request.workspace)}){_beside_swap(request.host)}",
                 requested=request.kv_cache_bytes,
                 free=max(room, 0),
             )
