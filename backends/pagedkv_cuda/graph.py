@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
 
 from pagedkv.api import Batch, ContractViolation, Plan, Pool, UnsupportedError
 from pagedkv.api.extensions import Graph, GraphShape
@@ -39,7 +40,7 @@ class CudaGraphs:
             raise ContractViolation(f"{shape} is larger than the pool's {limits}", law="limits")
         if reasons := self._against(shape):
             raise UnsupportedError(reasons)
-        with self._backend._runtime.here():
+        with self._backend._runtime.here(), torch.inference_mode(False):  # its buffers are written in either mode
             return StaticPlan(mine, group, shape, self._backend._path, self._backend._runtime)
 
     def _against(self, shape: GraphShape) -> list[str]:

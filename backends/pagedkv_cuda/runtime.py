@@ -165,7 +165,10 @@ class CudaRuntime(Runtime):
             self._graph_memory = torch.cuda.graph_pool_handle()
         before = torch.cuda.memory_reserved(self._index)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._graph_memory, capture_error_mode="thread_local"):
+        with (
+            _cuda.device(self._index),  # not `here`: a capture that is refused is no failure of the device
+            torch.cuda.graph(graph, pool=self._graph_memory, capture_error_mode="thread_local"),
+        ):
             work()
         return CudaRecording(graph, max(0, torch.cuda.memory_reserved(self._index) - before))
 

@@ -74,6 +74,15 @@ def test_a_replay_follows_the_last_refresh_and_zeroes_padding():
     assert graph.nbytes > 0
 
 
+def test_a_plan_made_in_inference_mode_is_refreshed_outside_of_it():
+    with torch.inference_mode():
+        step = Step(double())
+    step.graphs.refresh(step.plan, batch(1))
+    step.out = torch.zeros(4, 4, 64)
+    step.backend.attend(step.plan, 0, step.q, step.k, step.v, step.out)
+    assert torch.allclose(step.out[:1], step.first_key_alone()[:1], atol=1e-6)
+
+
 class Refusing(DelayingRuntime):
     def capture(self, work):
         raise RuntimeError("CUDA error: operation not permitted when stream is capturing")
