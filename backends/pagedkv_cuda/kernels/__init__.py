@@ -7,8 +7,8 @@
     rope(q, k, cos, sin), silu_mul(x), gelu_tanh_mul(x)
     greedy(logits), sample(logits, numbers, temperature, top_k, top_p)   sampling.py
 
-Every launcher takes `target` (80, 86, ... 120), the compute capability to choose tiles for; None asks the device of its
-first argument. Records of their arguments: arguments.py. Modules named jit_* hold kernels and nothing else; everything
+`attend` also takes `target` (80, 86, ... 120), the compute capability to choose tiles for; None asks the device of q.
+Records of their arguments: arguments.py. Modules named jit_* hold kernels and nothing else; everything
 else here runs on the host. A launcher enqueues on the current stream and never waits, and allocates only what it
 returns.
 """

@@ -13,7 +13,7 @@ BLOCK_T = 4
 """Tokens of one program."""
 
 
-def append(k: torch.Tensor, v: torch.Tensor, cache: Cache, slots: torch.Tensor, *, target: int | None = None) -> None:
+def append(k: torch.Tensor, v: torch.Tensor, cache: Cache, slots: torch.Tensor) -> None:
     """Write row j of k [A, kv_heads, k_dim] and v [A, kv_heads, v_dim] to slot `slots[j]`; -1 is not written.
 
     slots [A] int64 on the device, slot = block * block_size + offset; k and v may have any token stride, and more rows

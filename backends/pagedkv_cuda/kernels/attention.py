@@ -25,6 +25,7 @@ PROGRAMS_EACH = 4
 """Programs wanted on each multiprocessor before keys are split no further."""
 LEAST_SPAN = 256
 """Keys of a split that is worth its merge."""
+MERGED_AT_ONCE = 8
 LARGEST_GROUP = 128
 DESCRIPTOR_BLOCK = 64
 """From which block size on descriptors are used: below, their boxes make products narrower than pointers do."""
@@ -34,7 +35,7 @@ DESCRIPTOR_BLOCK = 64
 class Choice:
     """What may be fixed instead of chosen.
 
-    `span`: keys of a split (a multiple of 256): with it a row's bits do not depend on the other rows.
+    `span`: keys of a split, a multiple of the tile's: with it a row's bits do not depend on the other rows.
     `descriptors`: whether keys and values come by descriptor. `tile`: for both kernels, instead of the table's.
     """
 
@@ -123,31 +124,38 @@ class Launch:
 
     def _tile(self, kernel: str, least: int) -> Tile:
         """The table's tile, tall enough for `least` rows; its keys cut to a block where descriptors load them."""
-        tile = self._choice.tile or tile_for(kernel, self._target, self._q.element_size(), max(self._dims))
+        tile = self._choice.tile or tile_for(kernel, self._target, self._bytes(), max(self._dims))
         height = max(tile.block_m, power_of_two(least))
         width = tile.block_n
         if self._descriptors():
             width = min(width, self._cache.keys.shape[2])
         return Tile(height, width, tile.warps, tile.stages)
 
+    def _bytes(self) -> int:
+        """How the table counts this product: a quantized cache under 16-bit queries needs registers to decode."""
+        size = self._q.element_size()
+        return 1 if size == 2 and self._kind != "plain" else size
+
     def _splits(self, tile: Tile) -> tuple[int, int]:
-        """(splits, a power of two; keys of each) for the longest context within the rows' bounds."""
+        """(splits, keys of each) for the longest context within the rows' bounds."""
         layer, rows = self._layer, self._rows
         extent = max(rows.max_ctx, 1)
         if layer.window is not None:
             extent = min(extent, layer.window + rows.decode_q - 1 + tile.block_n)
         room = self._scratch.numel() // (self.few * rows.decode_q * layer.q_heads * (self._dims[1] + 1))
-        most = max(1, min(MOST_SPLITS, 1 << max(room, 1).bit_length() - 1))
+        most = max(1, min(MOST_SPLITS, room))
         if self._choice.span is not None:
             wanted = -(-extent // self._choice.span)
+            if self._choice.span % tile.block_n:
+                raise UnsupportedError([f"splits of {self._choice.span} keys: give a multiple of {tile.block_n}"])
             if wanted > most:
                 raise UnsupportedError([f"{wanted} splits of {self._choice.span} keys, there is room for {most}"])
-            return power_of_two(wanted, 1), self._choice.span
+            return wanted, self._choice.span
         programs = PROGRAMS_EACH * processors(self._q.device)
         wanted = min(-(-programs // (self.few * layer.kv_heads)), -(-extent // LEAST_SPAN))
-        splits = min(most, power_of_two(max(wanted, 1), 1))
-        span = -(-extent // (splits * tile.block_n)) * tile.block_n
-        return splits, span
+        steps = -(-extent // tile.block_n)
+        each = -(-steps // max(1, min(most, wanted)))
+        return -(-steps // each), each * tile.block_n
 
     def _run(
         self, grid: tuple[int], tile: Tile, first: int, count: int, splits: int, span: int, *, uniform: bool
@@ -162,7 +170,7 @@ class Launch:
             k_scale, v_scale, rows.cu_q, rows.ctx_len, rows.block_table, rows.rows,
             layer.sinks if layer.sinks is not None else self._scratch,
             layer.alibi if layer.alibi is not None else self._scratch,
-            first, count, span, self._scale(), layer.softcap or 1.0, self._q.stride(0),
+            first, count, span, splits, self._scale(), layer.softcap or 1.0, self._q.stride(0),
             *keys.stride()[:3], *values.stride()[:3], *k_scale.stride(), *v_scale.stride(), rows.block_table.stride(0),
             **self._constants(tile, splits, uniform), num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
@@ -173,9 +181,9 @@ class Launch:
         grid = one_axis(self.few * rows.decode_q * layer.q_heads, "merging splits")
         merge_splits[grid](
             self._out, self._lse if self._lse is not None else self._scratch, part, part_lse, rows.cu_q,
-            layer.sinks if layer.sinks is not None else self._scratch, self.few,
-            Q_HEADS=layer.q_heads, DV=self._dims[1], BLOCK_DV=power_of_two(self._dims[1]), SPLITS=splits,
-            SINKS=layer.sinks is not None, LSE=self._lse is not None, num_warps=4 if splits <= 16 else 8,
+            layer.sinks if layer.sinks is not None else self._scratch, self.few, splits,
+            Q_HEADS=layer.q_heads, DV=self._dims[1], BLOCK_DV=power_of_two(self._dims[1]), AT_ONCE=MERGED_AT_ONCE,
+            SINKS=layer.sinks is not None, LSE=self._lse is not None, num_warps=4,
         )  # fmt: skip
 
     def _constants(self, tile: Tile, splits: int, uniform: bool) -> dict[str, Any]:
@@ -183,7 +191,7 @@ class Launch:
         return {
             "Q_HEADS": layer.q_heads, "KV_HEADS": layer.kv_heads, "DK": k_dim, "DV": v_dim,
             "BLOCK_DK": power_of_two(k_dim), "BLOCK_DV": power_of_two(v_dim), "BLOCK_SIZE": self._cache.keys.shape[2],
-            "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "GROUP": self._group, "SPLITS": splits,
+            "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "GROUP": self._group, "SPLIT": splits > 1,
             "UNIFORM": uniform, "CAUSAL": layer.causal, "WINDOW": layer.window or 0,
             "SOFTCAP": layer.softcap is not None, "SINKS": layer.sinks is not None, "ALIBI": layer.alibi is not None,
             "FORMAT": self._format(), "SCALED": self._kind != "plain", "DESCRIPTORS": self._descriptors(),
@@ -202,7 +210,7 @@ class Launch:
         return "e4m3_native" if self._kind == "e4m3" and self._target >= NATIVE_E4M3 else self._kind
 
     def _stored(self, tensor: torch.Tensor) -> torch.Tensor:
-        return stored(tensor, self._format())
+        return stored(tensor, self._kind)
 
     def _descriptors(self) -> bool:
         block_size = self._cache.keys.shape[2]

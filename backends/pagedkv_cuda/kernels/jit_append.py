@@ -8,7 +8,7 @@ import triton.language as tl
 from pagedkv_cuda.kernels.jit_formats import encoded, largest
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def append_tile(
     k, v, keys, values, k_scale, v_scale, slots, count, k_t, v_t, k_b, k_h, k_n, v_b, v_h, v_n,
     ks_b, ks_h, ks_n, vs_b, vs_h, vs_n, HEADS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,

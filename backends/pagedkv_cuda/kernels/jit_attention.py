@@ -22,26 +22,26 @@ LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
 NEVER: tl.constexpr = tl.constexpr(float("-inf"))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["row_first", "row_count", "span", "splits"])
 def attend_tile(
     q, out, lse, part, part_lse, keys, values, k_scale, v_scale, cu_q, ctx_len, table, rows, sinks, alibi,
-    row_first, row_count, span, scale, softcap, q_t, k_b, k_h, k_n, v_b, v_h, v_n,
+    row_first, row_count, span, splits, scale, softcap, q_t, k_b, k_h, k_n, v_b, v_h, v_n,
     ks_b, ks_h, ks_n, vs_b, vs_h, vs_n, table_r, Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
     DK: tl.constexpr, DV: tl.constexpr, BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr, SPLITS: tl.constexpr, UNIFORM: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr, SPLIT: tl.constexpr, UNIFORM: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, ALIBI: tl.constexpr,
     FORMAT: tl.constexpr, SCALED: tl.constexpr, DESCRIPTORS: tl.constexpr, LSE: tl.constexpr,
 ):  # fmt: skip
-    """One tile, one KV head, one split. With SPLITS > 1 the result goes to `part`, normalised, for `merge_splits`.
+    """One tile, one KV head, one split. With SPLIT the result goes to `part`, normalised, for `merge_splits`.
 
     `row_first`, `row_count`: the batch rows of this launch. UNIFORM: one tile a row. `scale` holds log2(e) unless
     softcap comes between. WINDOW 0: none.
     """
     TOKENS: tl.constexpr = BLOCK_M // GROUP
     pid = tl.program_id(0)
-    split = pid % SPLITS
-    head = (pid // SPLITS) % KV_HEADS
-    row, first = place_of(pid // (SPLITS * KV_HEADS), cu_q, row_first, row_count, TOKENS, UNIFORM)
+    split = pid % splits
+    head = (pid // splits) % KV_HEADS
+    row, first = place_of(pid // splits // KV_HEADS, cu_q, row_first, row_count, TOKENS, UNIFORM)
     start = tl.load(cu_q + row)
     count = tl.load(cu_q + row + 1) - start
     if first < count:
@@ -66,12 +66,10 @@ def attend_tile(
             k_b, k_h, k_n, v_b, v_h, v_n, ks_b, ks_h, ks_n, vs_b, vs_h, vs_n, DK, DV, BLOCK_DK, BLOCK_DV, BLOCK_SIZE,
             BLOCK_M, BLOCK_N, CAUSAL, WINDOW, SOFTCAP, ALIBI, FORMAT, SCALED, DESCRIPTORS,
         )  # fmt: skip
-        sink = tl.load(sinks + q_head, mask=live, other=NEVER) if SINKS and SPLITS == 1 else NEVER
-        acc, denominator = normalised(acc, top, total, sink, SINKS and SPLITS == 1)
+        sink = tl.load(sinks + q_head, mask=live, other=NEVER) if SINKS and not SPLIT else NEVER
+        acc, denominator = normalised(acc, top, total, sink, SINKS and not SPLIT)
         place = at * Q_HEADS + q_head
-        leave(
-            acc, denominator, place * SPLITS + split, place, live, out, lse, part, part_lse, DV, BLOCK_DV, SPLITS, LSE
-        )
+        leave(acc, denominator, place * splits + split, place, live, out, lse, part, part_lse, DV, BLOCK_DV, SPLIT, LSE)
 
 
 @triton.jit
@@ -195,12 +193,12 @@ def normalised(acc, top, total, sink, SINKS: tl.constexpr):
 @triton.jit
 def leave(
     acc, denominator, part_at, out_at, live, out, lse, part, part_lse, DV: tl.constexpr, BLOCK_DV: tl.constexpr,
-    SPLITS: tl.constexpr, LSE: tl.constexpr,
+    SPLIT: tl.constexpr, LSE: tl.constexpr,
 ):  # fmt: skip
     """Store a tile's result where it belongs."""
     d = tl.arange(0, BLOCK_DV)
     mask = live[:, None] & (d < DV)[None, :]
-    if SPLITS > 1:
+    if SPLIT:
         tl.store(part + part_at[:, None] * DV + d[None, :], acc, mask=mask)
         tl.store(part_lse + part_at, denominator, mask=live)
     else:
@@ -209,34 +207,34 @@ def leave(
             tl.store(lse + out_at, denominator * LN2, mask=live)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "splits"])
 def merge_splits(
-    out, lse, part, part_lse, cu_q, sinks, rows, Q_HEADS: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr,
-    SPLITS: tl.constexpr, SINKS: tl.constexpr, LSE: tl.constexpr,
+    out, lse, part, part_lse, cu_q, sinks, rows, splits, Q_HEADS: tl.constexpr, DV: tl.constexpr,
+    BLOCK_DV: tl.constexpr, AT_ONCE: tl.constexpr, SINKS: tl.constexpr, LSE: tl.constexpr,
 ):  # fmt: skip
     """One query head of one token: the splits' results, weighted by the shares of their denominators.
 
-    part [tokens, Q_HEADS, SPLITS, DV] float32, part_lse [tokens, Q_HEADS, SPLITS] in base 2; the first `rows` rows.
+    part [tokens, Q_HEADS, splits, DV] float32, part_lse [tokens, Q_HEADS, splits] in base 2; the first `rows` rows.
     """
     pid = tl.program_id(0).to(tl.int64)
     if pid < tl.load(cu_q + rows).to(tl.int64) * Q_HEADS:
-        s = tl.arange(0, SPLITS)
         d = tl.arange(0, BLOCK_DV)
-        logs = tl.load(part_lse + pid * SPLITS + s)
-        known = logs > NEVER
-        mask = known[:, None] & (d < DV)[None, :]
-        parts = tl.load(part + (pid * SPLITS + s)[:, None] * DV + d[None, :], mask=mask, other=0.0)
-        top = tl.max(logs, 0)
-        if SINKS:
-            sink = tl.load(sinks + pid % Q_HEADS) * LOG2E
-            top = tl.maximum(top, sink)
-        finite = tl.where(top == NEVER, 0.0, top)
-        shares = tl.where(known, tl.exp2(logs - finite), 0.0)
-        total = tl.sum(shares, 0)
-        if SINKS:
-            total += tl.exp2(sink - finite)
+        acc = tl.zeros([BLOCK_DV], tl.float32)
+        top = tl.load(sinks + pid % Q_HEADS) * LOG2E if SINKS else tl.full([], NEVER, tl.float32)
+        total = tl.where(top == NEVER, 0.0, 1.0)
+        for first in tl.range(0, splits, AT_ONCE):
+            s = first + tl.arange(0, AT_ONCE)
+            logs = tl.load(part_lse + pid * splits + s, mask=s < splits, other=NEVER)
+            known = (logs > NEVER)[:, None] & (d < DV)[None, :]
+            parts = tl.load(part + (pid * splits + s)[:, None] * DV + d[None, :], mask=known, other=0.0)
+            higher = tl.maximum(top, tl.max(logs, 0))
+            finite = tl.where(higher == NEVER, 0.0, higher)
+            shares = tl.exp2(logs - finite)
+            shrink = tl.exp2(top - finite)
+            acc = acc * shrink + tl.sum(parts * shares[:, None], 0)
+            total = total * shrink + tl.sum(shares, 0)
+            top = higher
         safe = tl.where(total > 0, total, 1.0)
-        result = tl.sum(parts * shares[:, None], 0) / safe
-        tl.store(out + pid * DV + d, result.to(out.dtype.element_ty), mask=d < DV)
+        tl.store(out + pid * DV + d, (acc / safe).to(out.dtype.element_ty), mask=d < DV)
         if LSE:
             tl.store(lse + pid, tl.where(total > 0, (top + tl.log2(safe)) * LN2, NEVER))

@@ -1,6 +1,7 @@
 """What is stored in a cache, in kernels: quantized to bytes and back.
 
-FORMAT is "plain" (the dtype itself), "int8", "e5m2", "e4m3" (bytes, decoded here) or "e4m3_native" (8.9 and up).
+FORMAT is "plain" (the dtype itself), "int8", "e5m2", "e4m3" (bytes, decoded here) or "e4m3_native" (the same bytes,
+decoded by 8.9 and up).
 An fp8 number is sign, exponent, mantissa: e4m3 1-4-3 with bias 7 and no infinity, e5m2 1-5-2 with bias 15.
 Source of the formats: Micikevicius et al., FP8 formats for deep learning, 2022.
 """
@@ -15,12 +16,14 @@ import triton.language as tl
 def decoded(x, FORMAT: tl.constexpr, DTYPE: tl.constexpr):
     """Stored entries as numbers of DTYPE, exact; their scale is not in it."""
     if FORMAT == "e5m2":
-        return (x.to(tl.int16) << 8).to(tl.float16, bitcast=True).to(DTYPE)
-    if FORMAT == "e4m3":
+        x = (x.to(tl.int16) << 8).to(tl.float16, bitcast=True)
+    elif FORMAT == "e4m3":
         code = x.to(tl.int16)
         bits = ((code & 0x80) << 8) | ((code & 0x7F) << 7)
         bits = tl.where((code & 0x7F) == 0x7F, 0x7E00, bits.to(tl.int32)).to(tl.int16)
-        return (bits.to(tl.float16, bitcast=True) * 256.0).to(DTYPE)
+        x = bits.to(tl.float16, bitcast=True) * 256.0
+    elif FORMAT == "e4m3_native":
+        x = x.to(tl.float8e4nv, bitcast=True)
     return x.to(DTYPE)
 
 
@@ -47,9 +50,7 @@ def float8_code(x, MANTISSA: tl.constexpr, BIAS: tl.constexpr):
 @triton.jit
 def largest(FORMAT: tl.constexpr):
     """The largest number that the format holds."""
-    if FORMAT == "int8":
-        return 127.0
-    return 448.0 if FORMAT == "e4m3" else 57344.0
+    return 127.0 if FORMAT == "int8" else 448.0 if FORMAT == "e4m3" else 57344.0
 
 
 @triton.jit
@@ -59,7 +60,9 @@ def encoded(x, scale, FORMAT: tl.constexpr):
     y = x / scale
     y = tl.where(y > top, top, tl.where(y < -top, -top, y))
     if FORMAT == "int8":
-        return rounded(y).to(tl.int8)
-    if FORMAT == "e4m3":
-        return float8_code(y, 3, 7)
-    return float8_code(y, 2, 15)
+        code = rounded(y).to(tl.int8)
+    elif FORMAT == "e4m3":
+        code = float8_code(y, 3, 7)
+    else:
+        code = float8_code(y, 2, 15)
+    return code

@@ -88,9 +88,9 @@ def edge_by_count(at, k, top, inverse, V: tl.constexpr, BLOCK: tl.constexpr):
     key = tl.zeros([], tl.int64)
     for bit in range(32):
         trial = key | (tl.full([], 1, tl.int64) << (31 - bit))
-        count, _ = above(at, trial, top, inverse, 0, V, BLOCK)
+        count, _mass = above(at, trial, top, inverse, 0, V, BLOCK)
         key = tl.where(count >= k, trial, key)
-    higher, _ = above(at, key + 1, top, inverse, 0, V, BLOCK)
+    higher, _mass = above(at, key + 1, top, inverse, 0, V, BLOCK)
     return tl.maximum(key, LOWEST), tl.where(key < LOWEST, V, k - higher)
 
 
@@ -101,7 +101,7 @@ def edge_by_mass(at, p, floor, spare, top, inverse, V: tl.constexpr, BLOCK: tl.c
     Of the tokens at `floor` itself only `spare` count.
     """
     at_floor = mass_of(floor, top, inverse)
-    count, _ = above(at, floor, top, inverse, floor, V, BLOCK)
+    count, _mass = above(at, floor, top, inverse, floor, V, BLOCK)
     inner, mass = above(at, floor + 1, top, inverse, floor, V, BLOCK)
     wanted = tl.maximum(p * (mass + tl.minimum(spare, count - inner) * at_floor), 1e-30)  # the first always stays
     key = floor
@@ -109,11 +109,11 @@ def edge_by_mass(at, p, floor, spare, top, inverse, V: tl.constexpr, BLOCK: tl.c
         low = floor
         for bit in range(32):
             trial = low + (tl.full([], 1, tl.int64) << (31 - bit))
-            _, mass = above(at, trial, top, inverse, floor, V, BLOCK)
+            _count, mass = above(at, trial, top, inverse, floor, V, BLOCK)
             low = tl.where(mass >= wanted, trial, low)
         key = low
         spare = tl.full([], V, tl.int32)
-    _, mass = above(at, key + 1, top, inverse, floor, V, BLOCK)
+    _count, mass = above(at, key + 1, top, inverse, floor, V, BLOCK)
     fewest = tl.ceil((wanted - mass) / tl.maximum(mass_of(key, top, inverse), 1e-30))
     return key, tl.minimum(spare, tl.maximum(tl.minimum(fewest, V), 1.0).to(tl.int32))
 
@@ -129,7 +129,7 @@ def mass_of(key, top, inverse):
 def drawn(at, number, floor, spare, top, inverse, best, V: tl.constexpr, BLOCK: tl.constexpr):
     """The first kept id whose cumulated mass exceeds number times the whole; `best` if rounding leaves none."""
     higher, mass = above(at, floor + 1, top, inverse, 0, V, BLOCK)
-    count, _ = above(at, floor, top, inverse, 0, V, BLOCK)
+    count, _mass = above(at, floor, top, inverse, 0, V, BLOCK)
     goal = number * (mass + tl.minimum(spare, count - higher) * mass_of(floor, top, inverse))
     chosen = tl.full([], -1, tl.int32)
     last = best

@@ -1,11 +1,12 @@
 """Sizes of tiles by compute capability, from tiles.json.
 
-    {family: {kernel: {bytes of an entry: {head dim: [BLOCK_M, BLOCK_N, warps, stages]}}}}
+    {family: {kernel: {bytes: {head dim: [BLOCK_M, BLOCK_N, warps, stages]}}}}
 
-A capability takes the family that shares its limits; a head dim takes the entry of the next larger one. On families
-with cp.async (8.x), `stages` is how many steps of keys and values are on their way at once. Nothing is tuned while the
-engine starts: `python -m pagedkv_cuda.kernels.tune` measures on a card and writes the file anew.
-The table has not been measured on hardware: it is what compiles without spilling and within each limit.
+A capability takes the family that shares its limits; a head dim takes the entry of the next larger one. `bytes` are
+those of an entry of q, or 1 where 16-bit queries meet a quantized cache. On families with cp.async (8.x), `stages` is
+how many steps of keys and values are on their way at once. Nothing is tuned while the engine starts:
+`python -m pagedkv_cuda.kernels.tune` measures on a card and writes the file anew. The table has not been measured on
+hardware: it is what compiles without spilling and within each limit.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ def target_of(device: torch.device) -> int:
 
 
 def tile_for(kernel: str, target: int, itemsize: int, head_dim: int) -> Tile:
-    """The tile of `kernel` ("few" or "many" queries), entries of `itemsize` bytes. Raises `UnsupportedError`."""
+    """The tile of `kernel` ("few" or "many" queries), by `itemsize` of the table's bytes. Raises `UnsupportedError`."""
     by_dim = table()[family(target)][kernel][str(itemsize)]
     fitting = [dim for dim in map(int, by_dim) if dim >= head_dim]
     if not fitting:

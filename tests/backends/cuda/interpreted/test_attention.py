@@ -64,7 +64,7 @@ def test_descriptors_equal_float64(block_size, stored):
 @pytest.mark.parametrize("layer", [{}, {"sinks": True, "softcap": 9.0}, {"window": 70}])
 def test_splits_are_merged(layer):
     bench = Bench(Setup(rows=[(300, 1), (5, 1), (130, 1)], num_decode=3, dtype=FP32, block_size=32, layer=layer))
-    bench.attend(choice=Choice(span=64, tile=Tile(16, 64, 4, 2)))
+    bench.attend(choice=Choice(span=32, tile=Tile(16, 32, 4, 2)))  # ten splits: more than are merged at once
     bench.check()
 
 
@@ -90,6 +90,8 @@ def test_no_more_splits_than_scratch_holds():
     bench = Bench(Setup(**DECODE, scratch=0))
     with pytest.raises(UnsupportedError, match="2 splits"):
         bench.attend(choice=Choice(span=32))
+    with pytest.raises(UnsupportedError, match="multiple of 32"):
+        bench.attend(choice=Choice(span=48))
     bench.attend()
     bench.check()
 
