@@ -16,6 +16,7 @@ from pagedkv.config import EngineConfig
 from pagedkv.engine.background import Background, Channel, Reader
 from pagedkv.engine.chat import chat_prompt
 from pagedkv.engine.engine import LLMEngine
+from pagedkv.engine.metrics import EngineMetrics
 from pagedkv.engine.outputs import RequestOutput
 from pagedkv.engine.prompts import Prompt, PromptType
 from pagedkv.engine.setup import build
@@ -106,6 +107,10 @@ class AsyncLLM:
                 field="request_id",
             )
         return bool(found) and await asyncio.wrap_future(self._background.abort(found[0]))
+
+    def metrics(self) -> EngineMetrics:
+        """Requests, blocks, tokens and preemptions, in numbers; a step may be under way meanwhile."""
+        return self.engine.metrics()
 
     def get_tokenizer(self) -> Tokenizer | None:
         """The tokenizer, None with `skip_tokenizer_init`."""

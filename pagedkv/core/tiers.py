@@ -91,7 +91,7 @@ class Tiers:
 
     def moving_refs(self) -> Counter[int]:
         """Blocks on the device that transfers refer to, and how often."""
-        return Counter(block for transfer in self._moving for block in transfer.device_blocks)
+        return Counter(block for transfer in tuple(self._moving) for block in transfer.device_blocks)
 
     def in_transit(self) -> tuple[int, int]:
         """Blocks on the device and on the host that only transfers refer to: nobody's, but not to be had yet."""
@@ -100,7 +100,7 @@ class Tiers:
         return device, host
 
     def _moving_host_refs(self) -> Counter[int]:
-        return Counter(block for transfer in self._moving for block in transfer.host_blocks)
+        return Counter(block for transfer in tuple(self._moving) for block in transfer.host_blocks)
 
     # -- to the host ---------------------------------------------------------------------------------------------------
 
