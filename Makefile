@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 CPP := $(wildcard backends/pagedkv_cpu/csrc/*.h backends/pagedkv_cpu/csrc/*.cpp ci/isa/*.h ci/isa/*.cpp ci/bench/*.cpp)
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: help demo test lint types bench bench-kernels bench-swap peers compare eval certify support mutants isa clean setup
+.PHONY: help demo test lint types bench bench-kernels bench-swap peers compare eval certify support mutants isa aot tiles clean setup
 help:  ## show the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
 
@@ -67,6 +67,13 @@ certify: $(VENV)/.dev  ## the conformance kit on our backends and the template: 
 
 isa: $(VENV)/.dev  ## the C++ tests of the CPU kernels: sanitizers, instructions, other processors under qemu; five minutes
 	PYTHON=$(BIN)/python bash ci/isa.sh
+
+aot: $(VENV)/.dev  ## every kernel for CUDA compiled for every target, with no card: registers, spills, shared memory, instructions
+	mkdir -p bench-results
+	$(BIN)/python ci/aot.py --json bench-results/aot.json
+
+tiles: $(VENV)/.dev  ## measure the tiles of the CUDA kernels on the card at hand and write tiles.json
+	PYTHONPATH=backends $(BIN)/python -m pagedkv_cuda.kernels.tune
 
 support: $(VENV)/.dev  ## docs/support.md from docs/certificates
 	$(BIN)/python -m pagedkv.conformance.matrix docs/certificates/*.json > docs/support.md.new
