@@ -38,7 +38,7 @@ AXES: dict[str, tuple[Any, ...]] = {
     "enable_host_caching": (True, False),
     "enable_prefix_caching": (True, False),
     "enable_chunked_prefill": (True, False),
-    "segment": (1, 5, 50),
+    "segment": (2, 50),
     "max_preemptions": (1, 4),
 }
 Pair = tuple[tuple[str, Any], tuple[str, Any]]

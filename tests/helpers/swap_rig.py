@@ -20,7 +20,7 @@ NEW = 12
 ORDERS: dict[str, dict[str, Any]] = {
     "late": {"order": "late"},
     "early": {"order": "early"},
-    **{f"random{seed}": {"order": "random", "seed": seed} for seed in range(1, 4)},
+    **{f"random{seed}": {"order": "random", "seed": seed} for seed in (1, 2)},
 }
 
 
