@@ -105,3 +105,15 @@ def test_a_query_beside_a_nan_of_a_neighbour_in_memory():
     out, _ = bench.expected()
     np.testing.assert_allclose(bench.out[:30].double().numpy(), out[:30], rtol=0, atol=5e-6)
     assert bench.out[30 : bench.tokens].isnan().all()
+
+
+@pytest.mark.parametrize("choice", [Choice(), Choice(descriptors=True)])
+def test_what_lies_behind_every_window_may_hold_nan(choice):
+    """Also where it shares a tile of keys, or a block, with what is seen."""
+    bench = Bench(Setup(rows=[(45, 1), (60, 4)], num_decode=1, block_size=16, layer={"window": 6}))
+    for row, (context, count) in enumerate(bench.setup.rows):
+        behind = np.arange(context - count - 6 + 1)
+        block, slot = bench.table[row + 1, behind // 16], behind % 16
+        bench.cache.keys[block, :, slot] = bench.cache.values[block, :, slot] = float("nan")
+    bench.attend(target=90, choice=choice)
+    bench.check()
