@@ -49,6 +49,7 @@ def test_u60_preempted_between_chunks(whole: tuple[Any, Any, Any], steps: int) -
         for step in range(20):
             if step == steps:
                 llm.engine.scheduler.restart()
+                assert llm.engine.scheduler.waiting, "it starts over"
             for _, output in llm.engine.step():
                 told.append(list(output.outputs[0].token_ids))
                 done[key] = output
@@ -56,4 +57,4 @@ def test_u60_preempted_between_chunks(whole: tuple[Any, Any, Any], steps: int) -
                 break
         assert lists(done[key]) == whole
         assert told == [whole[2][:n] for n in (1, 2, 3)], "nothing sampled from an unfinished chunk, nothing twice"
-        assert done[key].metrics.num_preemptions == 1
+        assert done[key].metrics.num_preemptions == 0, "it made room for nobody"

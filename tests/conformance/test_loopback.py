@@ -809,7 +809,8 @@ def test_u46_preemption_and_copies_on_write_are_invisible(order: str, without: s
 
 def test_a_copy_that_the_core_forgets_to_wait_for_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LoopbackBackend, "wait", lambda self, event: None)
-    with LLM(folder(), **SETTINGS | {"backend": "loopback", "backend_options": {}}) as llm:
+    settings = {"backend": "loopback", "backend_options": {}, "swap_space": 0}  # other copies would push this one along
+    with LLM(folder(), **SETTINGS | settings) as llm:
         (output,) = llm.generate(some_prompts([5], seed=3), seeded(3, 7, n=2), use_tqdm=False)
     reasons = [sample.finish_reason for sample in output.outputs]
     assert sorted(reasons) == ["error", "length"], "one of two samples reads the block that was not copied yet"
