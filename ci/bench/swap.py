@@ -117,29 +117,68 @@ def steps(model: str) -> list[Row]:
     ]
 
 
+class SlowLink:
+    """A backend whose copies between pools take as long as over a link of `bandwidth` bytes a second."""
+
+    bandwidth, latency = 300e6, 0.02
+
+    def __init__(self, backend: Any, block_bytes: int) -> None:
+        self._backend, self._block_bytes = backend, block_bytes
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._backend, name)
+
+    def copy_blocks(self, source: Any, target: Any, pairs: Any, **names: Any) -> Any:
+        """The same copy, begun late."""
+        time.sleep(self.latency + len(pairs) * self._block_bytes / self.bandwidth)
+        return self._backend.copy_blocks(source, target, pairs, **names)
+
+
 def break_even(model: str) -> list[Row]:
-    """Seconds to bring back n tokens either way, and where they cross."""
+    """Milliseconds to bring back n tokens, and from where on copying is cheaper: as priced, and as measured.
+
+    The slow link is simulated: 300 MB/s, and 20 ms before the first byte.
+    """
     with engine(model, num_blocks=257, enable_prefix_caching=False) as made:
-        price, size = made.scheduler.price, made.scheduler.config.block_size
+        swap, rows, size = made.parts.swap, [], made.scheduler.config.block_size
+        if swap is None:
+            raise click.UsageError("this backend has no host memory beside its own")
         host = made.parts.runner.backend.alloc_pool(
             dataclasses.replace(made.parts.runner.pool.spec, placement="host", num_blocks=65)
         )
-        swap, rows = made.parts.swap, []
-        if swap is None:
-            raise click.UsageError("this backend has no host memory beside its own")
         run(made, prompts(made, 1, 512, 0), 1)
+        computing = {}
         for length in LENGTHS:
             asked = [prompts(made, 1, length, seed) for seed in range(5)]
-            computing = statistics.median(run(made, each, 1) for each in asked)
-            copying = 2 * swap.round_trip(host, -(-length // size))
-            rows.append({"tokens": length, "computed, ms": 1e3 * computing, "there and back, ms": 1e3 * copying})
+            computing[length] = statistics.median(run(made, each, 1) for each in asked)
+        for link, backend in (
+            ("the backend's", made.parts.runner.backend),
+            ("slow, simulated", SlowLink(made.parts.runner.backend, swap.plan.cost.per_block)),
+        ):
+            swap._backend = backend
+            swap.measure()
+            copying = {length: 2 * swap.round_trip(host, -(-length // size)) for length in LENGTHS}
+            rows.append(
+                {"link": link}
+                | {str(length): f"{1e3 * computing[length]:.1f} / {1e3 * copying[length]:.1f}" for length in LENGTHS}
+                | {"priced": made.scheduler.price.break_even(size), "measured": _crossing(computing, copying)}
+            )
         host.close()
-        cheaper = [row["tokens"] for row in rows if row["there and back, ms"] < row["computed, ms"]]
-        predicted = price.break_even(size)
-    rows.append(
-        {"tokens": f"priced: {predicted:.2f}", "computed, ms": f"measured: from {min(cheaper, default='none')}"}
-    )
     return rows
+
+
+def _crossing(computing: dict[int, float], copying: dict[int, float]) -> str:
+    """From how many tokens on copying is cheaper, between two lengths in a straight line."""
+    before = None
+    for length in LENGTHS:
+        gain = computing[length] - copying[length]
+        if gain > 0:
+            if before is None:
+                return f"below {length}"
+            shorter, loss = before
+            return f"{shorter + (length - shorter) * loss / (loss + gain):.1f}"
+        before = length, -gain
+    return f"above {LENGTHS[-1]}"
 
 
 def crowded(model: str) -> list[Row]:
