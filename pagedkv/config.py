@@ -230,14 +230,18 @@ class EngineConfig:
         space = self.swap_space
         if space is None or space == "auto":
             return None
+        advice = 'give GiB as a plain number, text such as "512MiB", "auto", or 0 for none'
         if isinstance(space, str) and not re.fullmatch(r"\s*\d+(\.\d+)?\s*", space):
-            return parse_bytes(space, "swap_space")
+            try:
+                return parse_bytes(space, "swap_space")
+            except ConfigError as error:
+                raise ConfigError(f"swap_space={space!r} is not a size: {advice}") from error
         try:
             gib = -1.0 if isinstance(space, bool) else float(space)
         except (TypeError, ValueError):
             gib = -1.0
         if not 0 <= gib < 1 << 20:
-            raise ConfigError(f'swap_space={space!r} must be GiB, text such as "512MiB", "auto", or 0 for none')
+            raise ConfigError(f"swap_space={space!r} must be GiB: {advice}")
         return int(gib * 1024**3)
 
     @property

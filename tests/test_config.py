@@ -233,7 +233,7 @@ def test_swap_space_may_be_left_to_the_engine(unset: Any) -> None:
     [
         ({"swap_space": -1}, "swap_space=-1 must be GiB"),
         ({"swap_space": True}, "swap_space=True must be GiB"),
-        ({"swap_space": "lots"}, "swap_space='lots' is not a size"),
+        ({"swap_space": "lots"}, "swap_space='lots' is not a size: give GiB as a plain number"),
         ({"swap_space": [1]}, "must be GiB"),
         ({"swap_space": 1, "swap_blocks": 3}, "give one of them"),
         ({"swap_blocks": -1}, "swap_blocks=-1"),

@@ -113,10 +113,10 @@ def choose_host(
         return None
     if "host" not in placements:
         if explicit:
-            asked = f"swap_space={config.swap_space!r}" if config.swap_blocks is None else f"{config.swap_blocks=}"
+            which = "swap_space" if config.swap_blocks is None else "swap_blocks"
             raise ConfigError(
-                f"{asked.replace('config.', '')}: backend {name} has no host memory beside its own; leave it out, and "
-                "preempted requests are computed again"
+                f"{which}={getattr(config, which)!r}: backend {name} has no host memory beside its own; leave it out, "
+                "and preempted requests are computed again"
             )
         return None
     if not explicit and memory.unified:
