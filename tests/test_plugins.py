@@ -142,14 +142,14 @@ def test_the_version_handshake_compares_majors_and_the_required_minor(offer, api
         assert plugins.load(plugins.find("fake")).name == "fake"
         return
     version = api.strip("()").replace(", ", ".")
-    with pytest.raises(BackendVersionError, match=rf"contract {version}.*speaks contract 1\.0"):
+    with pytest.raises(BackendVersionError, match=rf"contract {version}.*speaks contract 1\.1"):
         plugins.load(plugins.find("fake"))
 
 
 def test_a_refused_version_stands_in_the_listing(offer):
     offer(descriptor(api="(2, 0)"))
     row = status()
-    assert (row.status, row.api) == ("failed", "2.0") and "speaks contract 1.0" in row.reasons[0]
+    assert (row.status, row.api) == ("failed", "2.0") and "speaks contract 1.1" in row.reasons[0]
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ _log = logging.getLogger("bench")
 
 FIGURES = ("tokens_per_second", "time_to_first_token", "time_between_tokens_p50")
 WARM_UP_TOKENS = 4
+WARM_UP_INPUT = 512
 
 Size = tuple[int, int]
 """(input tokens, requests at once)"""
@@ -54,12 +55,13 @@ class Rounds:
         return [engine.name for engine in self._engines]
 
     def warm_up(self) -> None:
-        """A short run at each size, so that what is prepared once is not measured."""
+        """A short run at each size, so that what is prepared once is not measured; of long prompts, the beginning."""
         for engine in list(self._engines):
             _log.info("warming up %s", engine.name)
             for size in self._sizes:
                 if engine in self._engines:
-                    self._ask(engine, size, 0, min(WARM_UP_TOKENS, self._output_len))
+                    short = min(size[0], WARM_UP_INPUT), size[1]
+                    self._ask(engine, short, 0, min(WARM_UP_TOKENS, self._output_len))
 
     def measure(self, rounds: int, until: float, now: Callable[[], float] = time.monotonic) -> None:
         """Up to `rounds` rounds, none of which begins after `until`; who begins changes with every size and round."""

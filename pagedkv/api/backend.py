@@ -26,7 +26,7 @@ from pagedkv.api.records import (
     World,
 )
 
-API_VERSION = (1, 0)
+API_VERSION = (1, 1)
 """(major, minor) of the contract this package speaks."""
 
 DEFAULT_FRACTION = 0.9

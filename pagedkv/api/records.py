@@ -214,6 +214,7 @@ class Capabilities(Record):
 
     `dtypes` of q, k, v, out ("fp32", "bf16", "fp16"), the preferred first; `native_dtypes` are those at full speed,
     among which `dtype="auto"` chooses (empty: all). `kv_dtypes` also as "int8/token_head", "fp8_e4m3fn/tensor".
+    `graph_default`: whether decode steps are recorded unless the user says; `graph_context`: up to which context then.
     `block_sizes` and `head_dims` are alternatives: a size is accepted if one of them accepts it.
     `exclusions` are (pattern, reason): a combination of declared values that does not work after all. A pattern maps a
     requirement ("dtype", "kv_dtype", "block_size", "head_dim", "group", "feature") to a value, a set, or a range.
@@ -233,6 +234,8 @@ class Capabilities(Record):
     extensions: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     graph: Literal["none", "decode", "uniform", "any"] | str = "none"
     max_graphs: int | None = None
+    graph_default: bool = True
+    graph_context: int | None = None
     async_copy: bool = False
     collectives: frozenset[str] = frozenset()
     weight_formats: frozenset[str] = frozenset()

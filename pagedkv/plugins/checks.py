@@ -179,6 +179,8 @@ _CAPABILITIES: Mapping[str, Rule] = {
     "extensions": (_is_extensions, "a mapping of names to (major, minor)"),
     "graph": _WORD,
     "max_graphs": (_optional(_is_count), "a whole number from 0 on, or None for any"),
+    "graph_default": _SWITCH,
+    "graph_context": (_optional(_is_size), "a whole number of tokens from 1 on, or None"),
     "async_copy": _SWITCH,
     "collectives": _WORD_SET,
     "weight_formats": _WORD_SET,

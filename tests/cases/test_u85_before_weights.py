@@ -81,7 +81,7 @@ OPTION = "backend 'cpu': option 'threads'"
         (
             {"backend": "v2-0"},
             BackendVersionError,
-            "contract 2.0 and needs at least 2.0; this pagedkv speaks contract 1.0",
+            "contract 2.0 and needs at least 2.0; this pagedkv speaks contract 1.1",
         ),
         # capabilities of a wrong type or value
         (
@@ -136,7 +136,7 @@ def test_every_reason_comes_at_once(start):
     [
         ("PAGEDKV_BACKEND", "nosuch", BackendNotFound, "'nosuch'"),
         ("PAGEDKV_BACKEND", "import-exit", BackendLoadError, "importing raised SystemExit: 3"),
-        ("PAGEDKV_BACKEND", "v1-99", BackendVersionError, "needs at least 1.99; this pagedkv speaks contract 1.0"),
+        ("PAGEDKV_BACKEND", "v1-99", BackendVersionError, "needs at least 1.99; this pagedkv speaks contract 1.1"),
     ],
 )
 def test_so_is_a_value_of_the_environment(start, monkeypatch, name, value, error, said):

@@ -212,7 +212,7 @@ def test_doctor_reports_what_a_bug_report_needs(run, fake, monkeypatch):
     report = json.loads(result.stdout)
     assert result.exit_code == 0
     assert report["choice"] == {"backend": "fake", "why": "automatic choice, score 95"}
-    assert (report["pagedkv"], report["contract"]) == (__version__, "1.0")
+    assert (report["pagedkv"], report["contract"]) == (__version__, "1.1")
     assert report["packages"]["torch"] and report["packages"]["pagedkv-fake"] == "1.5"
     assert report["environment"] == {"PAGEDKV_NOSUCH": "x (unknown, has no effect)"}
     (row,) = [row for row in report["backends"] if row["name"] == "fake"]

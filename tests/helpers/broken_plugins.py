@@ -181,17 +181,17 @@ BROKEN: dict[str, Wrong] = {
 VERSIONS: dict[str, Wrong] = {
     "v1-0": Wrong("ok", members={"api": "(1, 0)", "score": 0}),
     "v1-99-min-0": Wrong("ok", members={"api": "(1, 99)", "score": 0, "diagnose": "requires_api_minor = 0"}),
-    "v1-99": failing("for contract 1.99 and needs at least 1.99; this pagedkv speaks contract 1.0", api="(1, 99)"),
+    "v1-99": failing("for contract 1.99 and needs at least 1.99; this pagedkv speaks contract 1.1", api="(1, 99)"),
     "v1-0-min-7": failing(
-        "for contract 1.0 and needs at least 1.7; this pagedkv speaks contract 1.0", diagnose="requires_api_minor = 7"
+        "for contract 1.0 and needs at least 1.7; this pagedkv speaks contract 1.1", diagnose="requires_api_minor = 7"
     ),
-    "v2-0": failing("for contract 2.0 and needs at least 2.0; this pagedkv speaks contract 1.0", api="(2, 0)"),
+    "v2-0": failing("for contract 2.0 and needs at least 2.0; this pagedkv speaks contract 1.1", api="(2, 0)"),
     "v2-0-min-0": failing(
-        "for contract 2.0 and needs at least 2.0; this pagedkv speaks contract 1.0",
+        "for contract 2.0 and needs at least 2.0; this pagedkv speaks contract 1.1",
         api="(2, 0)",
         diagnose="requires_api_minor = 0",
     ),
-    "v0-9": failing("for contract 0.9 and needs at least 0.9; this pagedkv speaks contract 1.0", api="(0, 9)"),
+    "v0-9": failing("for contract 0.9 and needs at least 0.9; this pagedkv speaks contract 1.1", api="(0, 9)"),
     "v99": failing("api is (99,), must be the contract's (major, minor); this pagedkv speaks 1.0", api="(99,)"),
     "v-none": failing("api is None, must be the contract's (major, minor); this pagedkv speaks 1.0", api=None),
     "v-text": failing("api is '1.0', must be the contract's (major, minor); this pagedkv speaks 1.0", api="'1.0'"),
