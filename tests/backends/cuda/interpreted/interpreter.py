@@ -29,6 +29,7 @@ def install() -> None:
     own.GridExecutor._init_args_hst = _noting(own.GridExecutor._init_args_hst)
     Builder.create_masked_load = _checked(Builder.create_masked_load, "load")
     Builder.create_masked_store = _checked(Builder.create_masked_store, "store")
+    own._patch_lang_tensor = _repaired_index(own._patch_lang_tensor)
 
 
 # -- bfloat16 ----------------------------------------------------------------------------------------------------------
@@ -85,6 +86,19 @@ def _repaired_binary(binary):
             return binary(self, left, right, operation)
         result = operation(widened(left.data), widened(right.data))
         return own.TensorHandle(result if operation in COMPARISONS else narrowed(result), tl.bfloat16)
+
+    return repaired
+
+
+# -- numbers -----------------------------------------------------------------------------------------------------------
+
+
+def _repaired_index(patch):
+    """A number of a kernel as an index: Triton 3.6 leaves to numpy what numpy 2.4 no longer does with arrays of one."""
+
+    def repaired(tensor, scope):
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
 
     return repaired
 
