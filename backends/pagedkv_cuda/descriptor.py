@@ -84,18 +84,23 @@ class CudaDescriptor(Descriptor):
             raise BackendUnavailable(f"{info.kind}: {reason}; {ASK_FOR_TORCH}")
         if options.get("disable_custom_all_reduce"):
             _log.info("disable_custom_all_reduce: nothing to disable, collectives are NCCL's alone")
-        from pagedkv_cuda.opening import open_backend
-
-        graphs = not options.get("enforce_eager")
-        return open_backend(
-            self._uuid(device),
+        return self._open(
             device,
             capability,
-            declared(generation, kernels, graphs=graphs),
+            declared(generation, kernels, graphs=not options.get("enforce_eager")),
+            options,
             kernels=kernels,
             world=world,
             longest_captured=int(options.get("max_seq_len_to_capture") or 0) or None,
         )
+
+    def _open(
+        self, device: int, capability: Capability, can: Capabilities, options: Mapping[str, Any], **more: Any
+    ) -> AttentionBackend:
+        """The last step of `create`, after all checks that need no torch; what extends this backend replaces it."""
+        from pagedkv_cuda.opening import open_backend
+
+        return open_backend(self._uuid(device), device, capability, can, **more)
 
     def diagnose(self) -> Mapping[str, str]:
         return diagnose.report()

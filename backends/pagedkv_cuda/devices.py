@@ -173,10 +173,15 @@ def visible_now(module: Any) -> list[Gpu]:
 
 
 def is_tegra(root: Path = Path("/")) -> bool:
-    """Whether this is a board with a GPU inside the processor, from its device tree."""
+    """Whether the GPU is inside the processor, from the device tree, which containers often mask, or from sysfs."""
+    shown = {"proc/device-tree/compatible": b"nvidia,tegra", "sys/devices/soc0/family": b"Tegra"}
+    return any(word in _read(root / name) for name, word in shown.items())
+
+
+def _read(path: Path) -> bytes:
     with contextlib.suppress(OSError):
-        return b"nvidia,tegra" in (root / "proc/device-tree/compatible").read_bytes()
-    return False
+        return path.read_bytes()
+    return b""
 
 
 def is_wsl(root: Path = Path("/")) -> bool:

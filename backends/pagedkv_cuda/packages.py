@@ -46,8 +46,8 @@ def why_no_torch(driver_cuda: tuple[int, int] | None) -> str | None:
     return None
 
 
-def why_no_triton() -> str | None:
-    """What speaks against this Triton, one line with the way out."""
+def why_no_triton(extra: str = EXTRA) -> str | None:
+    """What speaks against this Triton, one line with the way out; `extra`: what installs it."""
     if version("triton-ascend") is not None:
         return (
             "triton and triton-ascend overwrite each other's files: pip uninstall triton-ascend, then "
@@ -55,7 +55,7 @@ def why_no_triton() -> str | None:
         )
     installed = version("triton")
     if installed is None:
-        return f"triton is not installed: {EXTRA}"
+        return f"triton is not installed: {extra}"
     numbers = tuple(int(part) for part in re.findall(r"\d+", installed)[:2])
     if numbers < TRITON_LEAST:
         return f"triton {installed} is too old, {TRITON_LEAST[0]}.{TRITON_LEAST[1]} is the least: pip install -U triton"
