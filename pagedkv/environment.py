@@ -30,10 +30,16 @@ def check_environment() -> None:
             _warn_of_variable(name)
 
 
-@functools.cache
-def _warn_of_variable(name: str) -> None:
+def meant(name: str) -> str | None:
+    """The variable whose name is closest to a misspelt one; None where none is close."""
     # Compared without the prefix, which alone would make every pair look alike.
     ends = {known.removeprefix(PREFIX): known for known in ENVIRONMENT}
     close = difflib.get_close_matches(name.removeprefix(PREFIX), ends, n=1)
-    advice = f"did you mean {ends[close[0]]}?" if close else f"the names it reads: {', '.join(ENVIRONMENT)}"
+    return ends[close[0]] if close else None
+
+
+@functools.cache
+def _warn_of_variable(name: str) -> None:
+    close = meant(name)
+    advice = f"did you mean {close}?" if close else f"the names it reads: {', '.join(ENVIRONMENT)}"
     _log.warning("environment variable %s has no effect, pagedkv does not read it; %s", name, advice)

@@ -5,6 +5,7 @@ probing     what each plugin sees, asked in child processes
 selection   argument, `PAGEDKV_BACKEND`, automatic by (score, name); an explicit choice is that one or an error
 loading     the chosen one into this process, checked
 creation    options, the instance, its required methods
+requirements  what distributions require of each other, by their metadata
 checks      what a plugin hands over, field by field
 """
 

@@ -1,4 +1,4 @@
-"""The child process of a probe: how it is started, how it answers, how it is ended.
+"""The child process of a probe or check: how it is started, how it answers, how it is ended.
 
 It answers in JSON lines on a channel of its own; whatever the plugin prints goes elsewhere and is cut.
 """
@@ -20,9 +20,10 @@ from typing import Any, BinaryIO, cast
 _LINE_LIMIT = 1 << 20
 _OUTPUT_TAIL = 600
 _COMMAND = (
-    "import sys; payload = sys.argv[1]; sys.path[:] = sys.argv[2:]; sys.argv[1:] = []; "
-    "from pagedkv.plugins.probing import probe_child; probe_child(payload)"
+    "import sys, importlib; module, _, name = sys.argv[1].partition(':'); payload = sys.argv[2]; "
+    "sys.path[:] = sys.argv[3:]; sys.argv[1:] = []; getattr(importlib.import_module(module), name)(payload)"
 )
+PROBE = "pagedkv.plugins.probing:probe_child"
 
 
 def open_channel() -> Callable[[Mapping[str, Any]], None]:
@@ -38,11 +39,11 @@ def open_channel() -> Callable[[Mapping[str, Any]], None]:
 
 
 class Child:
-    """A probe's process, its answers and the end of what it printed."""
+    """A process that runs one function ("module:name") on the payload, its answers and the end of what it printed."""
 
-    def __init__(self, payload: str) -> None:
+    def __init__(self, payload: str, function: str = PROBE) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-c", _COMMAND, payload, *sys.path],
+            [sys.executable, "-c", _COMMAND, function, payload, *sys.path],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

@@ -23,6 +23,7 @@ from pagedkv.plugins.checks import (
     short,
 )
 from pagedkv.plugins.discovery import GROUP, Found, conflict_text
+from pagedkv.plugins.requirements import unmet
 
 _T = TypeVar("_T")
 
@@ -37,9 +38,11 @@ def load(found: Found) -> Descriptor:
 
 
 def import_target(found: Found) -> Any:
-    """What the entry point names, unchecked. Raises `BackendLoadError`."""
+    """What the entry point names, unchecked. Raises `BackendLoadError`, also for a plugin made for another torch."""
     if found.conflicts:
         raise BackendLoadError(conflict_text(found), distribution=found.distribution, version=found.version)
+    if clash := next((u for u in unmet(found.distribution) if u.package == "torch" and u.installed), None):
+        raise refusal(found, str(clash))
     from stevedore.driver import DriverManager
 
     entry = importlib.metadata.EntryPoint(name=found.name, value=found.target, group=GROUP)
