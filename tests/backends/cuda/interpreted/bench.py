@@ -11,6 +11,7 @@ from pagedkv.api import LayerSpec
 from pagedkv.conformance.oracle import attention
 from pagedkv_cuda.kernels.arguments import Cache, Layer, Rows
 from pagedkv_cuda.kernels.attention import Choice, attend, scratch_floats
+from tests.backends.cuda.interpreted import errors
 
 TOLERANCE = {torch.float32: 5e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 """Largest difference from float64, of values about 1."""
@@ -32,6 +33,10 @@ class Setup:
     scratch: int | None = None
     seed: int = 0
     layer: dict = field(default_factory=dict)
+
+    @property
+    def kind(self) -> str:
+        return {0: "prefill", len(self.rows): "decode"}.get(self.num_decode, "mixed") + " attention"
 
 
 class Bench:
@@ -111,6 +116,7 @@ class Bench:
         """Whatever `attend` left against the oracle; rows past the last token as they were."""
         out, lse = self.expected()
         tolerance = TOLERANCE[self.setup.dtype]
+        errors.note(self.setup.kind, self.setup.dtype, self.out[: self.tokens], out, self.setup.stored)
         np.testing.assert_allclose(self.out[: self.tokens].double().numpy(), out, rtol=0, atol=tolerance)
         np.testing.assert_allclose(self.lse[: self.tokens].double().numpy(), lse, rtol=0, atol=4 * tolerance)
         assert (self.out[self.tokens :] == 7.0).all() and (self.lse[self.tokens :] == 7.0).all()

@@ -4,27 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-import triton
-import triton.language as tl
 
 from tests.backends.cuda.interpreted.bench import Bench, Setup
 from tests.backends.cuda.interpreted.interpreter import OutOfBounds
-
-
-@triton.jit
-def bf16_work(a, b, product, total, narrow, N: tl.constexpr):
-    i = tl.arange(0, N)[:, None] * N + tl.arange(0, N)[None, :]
-    x, y = tl.load(a + i), tl.load(b + i)
-    wide = tl.dot(x, y)
-    tl.store(product + i, wide)
-    tl.store(total + i, x + y)
-    tl.store(narrow + i, wide.to(tl.bfloat16))
-
-
-@triton.jit
-def copy_from(source, target, at, N: tl.constexpr):
-    i = tl.arange(0, N)
-    tl.store(target + i, tl.load(source + at + i))
+from tests.backends.cuda.interpreted.probes import bf16_work, copy_from
 
 
 def test_u95_bfloat16_multiplies_adds_and_rounds_as_torch_does():

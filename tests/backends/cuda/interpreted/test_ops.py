@@ -8,6 +8,7 @@ import torch
 
 from pagedkv.ops import reference
 from pagedkv_cuda.kernels import ops
+from tests.backends.cuda.interpreted import errors
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ULP = {torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}
@@ -18,8 +19,9 @@ def numbers(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> t
     return torch.from_numpy(np.random.default_rng(seed).standard_normal(shape, np.float32)).to(dtype)
 
 
-def close(got: torch.Tensor, exact: torch.Tensor) -> None:
+def close(got: torch.Tensor, exact: torch.Tensor, kernel: str) -> None:
     assert got.dtype in DTYPES
+    errors.note(kernel, got.dtype, got, exact.numpy())
     torch.testing.assert_close(got.double(), exact, rtol=2 * ULP[got.dtype], atol=ULP[got.dtype])
 
 
@@ -30,7 +32,7 @@ def test_rms_norm_of_slices(dtype, wide):
     weight = numbers(100, dtype=torch.float32 if wide else dtype, seed=1)
     got = ops.rms_norm(x, weight, 1e-5)
     exact = x.double() / (x.double().pow(2).mean(-1, keepdim=True) + 1e-5).sqrt() * weight.double()
-    close(got, exact)
+    close(got, exact, "rms_norm")
     if dtype != torch.float32:  # rounded where the reference rounds: all but a few sums at the edge of two numbers
         assert (got != reference.rms_norm(x, weight, 1e-5)).float().mean() < 0.01
 
@@ -42,7 +44,11 @@ def test_add_rms_norm_adds_in_place(dtype, dim):
     total = (x + residual).clone()
     got = ops.add_rms_norm(x, residual, weight, 1e-6)
     assert torch.equal(residual, total)
-    close(got, total.double() / (total.double().pow(2).mean(-1, keepdim=True) + 1e-6).sqrt() * weight.double())
+    close(
+        got,
+        total.double() / (total.double().pow(2).mean(-1, keepdim=True) + 1e-6).sqrt() * weight.double(),
+        "add_rms_norm",
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -57,7 +63,7 @@ def test_rope_turns_the_first_entries(dtype, dim, half):
     turned = pairs * torch.complex(cos.double(), sin.double())[:, None]
     expected[:, :21, :half], expected[:, :21, half : 2 * half] = turned.real, turned.imag
     ops.rope(q, k, cos, sin)
-    close(both, expected)
+    close(both, expected, "rope")
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -66,7 +72,7 @@ def test_gates(dtype, name):
     x = numbers(2, 2600, dtype=dtype)[:, :2400] * 4
     gate, up = x.double().chunk(2, 1)
     exact = torch.nn.functional.silu(gate) if name == "silu_mul" else torch.nn.functional.gelu(gate, approximate="tanh")
-    close(getattr(ops, name)(x), exact * up)
+    close(getattr(ops, name)(x), exact * up, name)
 
 
 def test_no_tokens_is_no_launch():
