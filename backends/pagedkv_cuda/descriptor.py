@@ -26,11 +26,13 @@ from pagedkv_cuda.limits import Capability, Generation, spell
 _log = logging.getLogger("pagedkv.backends.cuda")
 
 ASK_FOR_TORCH = 'backend_options={"kernels": "torch"} runs attention by torch\'s operators instead, slower'
+ENOUGH_FREE = 0.9
+"""A share of a GPU's memory that is the engine's default: what others hold beyond the rest is told at the start."""
 TEGRA = "this is a Tegra board, whose GPU shares the processor's memory: choose backend jetson"
 
 
 class CudaDescriptor(Descriptor):
-    """NVIDIA's GPUs, numbered as CUDA numbers them for this process."""
+    """NVIDIA's GPUs that this process may see, numbered by PCI address or as CUDA_VISIBLE_DEVICES lists them."""
 
     name = "cuda"
     api = (1, 0)
@@ -63,12 +65,12 @@ class CudaDescriptor(Descriptor):
         try:
             with devices.nvml() as module:
                 found = devices.visible_now(module)
-                driver = devices.ask(module, "nvmlSystemGetCudaDriverVersion")
+                driver = devices.driver_cuda(module)
         except DriverMissing as error:
             return (_unusable("no GPU can be asked", str(error)),) if devices.has_driver() else (_no_driver(),)
         if not found:
             return (_unusable("none visible", _why_none_visible()),)
-        reason = packages.why_no_torch(None if driver is None else (driver // 1000, driver % 1000 // 10))
+        reason = packages.why_no_torch(driver)
         return tuple(device_info(number, gpu, reason) for number, gpu in enumerate(found))
 
     def describe(self, device: DeviceInfo) -> Capabilities:
@@ -100,7 +102,23 @@ class CudaDescriptor(Descriptor):
         """The last step of `create`, after all checks that need no torch; what extends this backend replaces it."""
         from pagedkv_cuda.opening import open_backend
 
-        return open_backend(self._uuid(device), device, capability, can, **more)
+        uuid = self._uuid(device)
+        self._tell_what_is_taken(device, uuid)
+        return open_backend(uuid, device, capability, can, **more)
+
+    def _tell_what_is_taken(self, device: int, uuid: str) -> None:
+        """A warning where others have taken so much that the cache will be smaller for it."""
+        info = next(one for one in self.probe() if one.index == device)
+        if info.total is None or info.free is None or info.free >= ENOUGH_FREE * info.total:
+            return
+        _log.warning(
+            "CUDA device %d: %s of %s are taken (%s) and the cache gets what is left: end what is not needed, or "
+            "choose another GPU with device=N",
+            device,
+            devices.gib(info.total - info.free),
+            devices.gib(info.total),
+            devices.holders_of(uuid) or "the driver names no process",
+        )
 
     def diagnose(self) -> Mapping[str, str]:
         return diagnose.report()
@@ -120,11 +138,16 @@ def device_info(number: int, gpu: Gpu, reason: str | None) -> DeviceInfo:
         said = f"compute capability {spell(gpu.capability)} is below {spell(limits.LEAST)}, today's torch has no code"
         return _of(number, gpu, 0, f"{said} for it: choose another GPU")
     score = limits.score(gpu.capability)
-    if reason is None and score > limits.PORTABLE:
-        reason = packages.why_no_triton()
-    if reason is not None:
+    if reason := reason or _why_not(gpu.capability, score):
         return _of(number, gpu, 0, reason)
     return _of(number, gpu, score, _why(gpu.capability, score))
+
+
+def _why_not(capability: Capability, score: int) -> str | None:
+    """What speaks against a GPU of this capability: torch's age, or no Triton where its kernels are the default."""
+    generation = limits.generation(capability)
+    too_old = packages.why_too_old(generation) if generation else None
+    return too_old or (packages.why_no_triton() if score > limits.PORTABLE else None)
 
 
 def _of(number: int, gpu: Gpu, score: int, reason: str) -> DeviceInfo:

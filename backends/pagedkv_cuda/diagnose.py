@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from pagedkv_cuda import devices, limits, packages
-from pagedkv_cuda.devices import DriverMissing, Gpu, ask, text
+from pagedkv_cuda.devices import DriverMissing, Gpu, ask, gib, holders, holders_text, text
 from pagedkv_cuda.limits import spell
 
 UNVERIFIED = (
@@ -25,6 +25,7 @@ MEANINGS = {
     "SYS": "between sockets",
 }
 MOST_LINKS = 18
+"""Of one GPU, where the binding has no number of its own."""
 P2P_READ = 0
 SWITCH = 2
 """NVML's type of the far end of an NVLink that is a switch."""
@@ -45,16 +46,15 @@ def report() -> dict[str, str]:
 def _packages() -> dict[str, str]:
     built = packages.torch_cuda()
     torch = f"{packages.version('torch') or 'not installed'}" + (f", built for CUDA {built}" if built else ", no CUDA")
-    triton = packages.why_no_triton() or f"triton {packages.version('triton')}"
+    triton = packages.why_no_triton() or f"triton {packages.triton()}"
     return {"torch": torch, "triton": triton}
 
 
 def _driver(module: Any) -> dict[str, str]:
-    cuda = ask(module, "nvmlSystemGetCudaDriverVersion")
-    newest = None if cuda is None else (cuda // 1000, cuda % 1000 // 10)
+    newest = devices.driver_cuda(module)
     said = {"driver": text(ask(module, "nvmlSystemGetDriverVersion")) or "unknown"}
     if newest is not None:
-        said["driver"] += f", CUDA up to {newest[0]}.{newest[1]}"
+        said["driver"] += f", CUDA up to {spell(newest)}"
     if devices.is_wsl():
         said["WSL2"] = (
             "little host memory can be pinned: keep swap_space small, or raise [wsl2] memory= in .wslconfig; NVML "
@@ -77,6 +77,11 @@ def _gpus(module: Any) -> dict[str, str]:
     if variable is not None:
         seen = devices.visible(everything, variable)
         said[devices.VISIBLE] = f"{variable!r} leaves {', '.join(gpu.uuid for gpu in seen) or 'none'}"
+    if devices.order_is_open(everything):
+        said[devices.ORDER] = (
+            f"not {devices.BY_ADDRESS}: CUDA numbers unequal GPUs by speed, NVML and this report by address; set "
+            f"{devices.ORDER}={devices.BY_ADDRESS}, or name GPUs by UUID in {devices.VISIBLE}"
+        )
     for capability in sorted({gpu.capability for gpu in everything if gpu.capability}):
         said |= _advice(capability)
     return said
@@ -84,32 +89,22 @@ def _gpus(module: Any) -> dict[str, str]:
 
 def _about(module: Any, gpu: Gpu) -> str:
     parts = [gpu.name, f"compute capability {spell(gpu.capability)}" if gpu.capability else "capability unknown"]
-    parts.append(f"{_gib(gpu.free)} free of {_gib(gpu.total)}")
-    others = _others(module, gpu.number)
-    if others:
-        parts.append("also used by " + ", ".join(f"process {pid} ({_gib(size)})" for pid, size in others))
+    parts.append(f"{gib(gpu.free)} free of {gib(gpu.total)}" if gpu.total is not None else "memory unknown")
+    if others := holders(module, ask(module, "nvmlDeviceGetHandleByIndex", gpu.number)):
+        parts.append(f"also used by {holders_text(others)}")
     if gpu.mig_parent:
         parts.append("in MIG mode: a process sees one slice of it")
     return ", ".join(parts)
-
-
-def _others(module: Any, number: int) -> list[tuple[int, int | None]]:
-    """(process id, bytes) of what else computes there."""
-    handle = ask(module, "nvmlDeviceGetHandleByIndex", number)
-    running = ask(module, "nvmlDeviceGetComputeRunningProcesses", handle) or []
-    return [(int(one.pid), one.usedGpuMemory) for one in running if int(one.pid) != os.getpid()]
 
 
 def _advice(capability: limits.Capability) -> dict[str, str]:
     generation = limits.generation(capability)
     if generation is None or capability < limits.LEAST:
         return {f"advice for {spell(capability)}": "too old for today's torch: choose another GPU"}
-    said = f"advice for {generation.name} {spell(capability)}"
-    return {said: "; ".join((*([generation.why_not] if generation.why_not else []), *generation.advice))}
-
-
-def _gib(size: int | None) -> str:
-    return "unknown" if size is None else f"{size / 2**30:.1f} GiB"
+    known = capability in generation.capabilities
+    newer = [] if known else [f"not in the table, what follows is of {spell(generation.capabilities[0])}"]
+    against = [reason for reason in (packages.why_too_old(generation), generation.why_not) if reason]
+    return {f"advice for {generation.name} {spell(capability)}": "; ".join((*newer, *against, *generation.advice))}
 
 
 # -- between GPUs ------------------------------------------------------------------------------------------------------
@@ -135,7 +130,8 @@ def topology(module: Any, handles: Sequence[Any]) -> list[list[str]]:
     for i, handle in enumerate(handles):
         row = []
         for j, other in enumerate(handles):
-            direct = links[i].get(buses[j], 0) or min(links[i].get("switch", 0), links[j].get("switch", 0))
+            direct = links[i].get(buses[j], 0) if buses[j] else 0
+            direct = direct or min(links[i].get("switch", 0), links[j].get("switch", 0))
             row.append("X" if i == j else f"NV{direct}" if direct else _on_pcie(module, handle, other))
         rows.append(row)
     return rows
@@ -144,7 +140,7 @@ def topology(module: Any, handles: Sequence[Any]) -> list[list[str]]:
 def _links(module: Any, handle: Any) -> Iterator[tuple[str, int]]:
     """(far end, number of active links): a GPU's PCI address, or "switch" for all that end at one."""
     counts: dict[str, int] = {}
-    for link in range(MOST_LINKS):
+    for link in range(getattr(module, "NVML_NVLINK_MAX_LINKS", MOST_LINKS)):
         if ask(module, "nvmlDeviceGetNvLinkState", handle, link) != 1:
             continue
         switched = ask(module, "nvmlDeviceGetNvLinkRemoteDeviceType", handle, link) == SWITCH
@@ -154,7 +150,9 @@ def _links(module: Any, handle: Any) -> Iterator[tuple[str, int]]:
 
 
 def _bus(pci: Any) -> str:
-    return "" if pci is None else text(pci.busId).lower()
+    """A PCI address, its domain as short as it goes: NVML writes four or eight digits, by the function's version."""
+    domain, colon, rest = ("" if pci is None else text(pci.busId).lower()).partition(":")
+    return f"{domain.lstrip('0') or '0'}{colon}{rest}" if rest else ""
 
 
 def _on_pcie(module: Any, handle: Any, other: Any) -> str:

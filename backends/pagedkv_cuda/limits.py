@@ -22,7 +22,10 @@ NATIVE, GENERIC, PORTABLE = 80, 50, 10
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Generation:
-    """One row of the table. `shared_memory`: bytes for a block of threads. `why_not`: what speaks against Triton."""
+    """One row of the table. `shared_memory`: bytes for a block of threads. `why_not`: what speaks against Triton.
+
+    `least_cuda`: a torch built for an older CUDA has no code for it; "" where every torch that runs here is newer.
+    """
 
     name: str
     capabilities: tuple[Capability, ...]
@@ -33,6 +36,7 @@ class Generation:
     shared_memory: int
     advice: tuple[str, ...]
     why_not: str = ""
+    least_cuda: str = ""
 
 
 def spell(capability: Capability) -> str:
@@ -88,9 +92,10 @@ def score(capability: Capability) -> int:
 def runs_on(capability: Capability, built: Iterable[str], *, tegra: bool = False) -> bool:
     """Whether code built for `built` ("sm_80", "sm_90a", "compute_80") runs on a GPU of this capability.
 
-    A cubin runs on its own major number at its minor or a later one, on Tegra only on its own; code for one
-    architecture ("sm_90a") only there; PTX ("compute_80") on its own capability and every later one.
-    Source: NVIDIA's CUDA programming guide, "Binary compatibility" and "PTX compatibility".
+    A cubin runs on its own major number at its minor or a later one, on Tegra only on its own, and so does code for a
+    family ("sm_100f", "compute_100f"); code for one architecture ("sm_90a") only there; PTX ("compute_80") on its own
+    capability and every later one. Source: NVIDIA's CUDA programming guide, "Binary compatibility", "PTX
+    compatibility" and "Family-specific features".
     """
     return any(_one_runs(capability, name, tegra) for name in built)
 
@@ -99,9 +104,9 @@ def _one_runs(capability: Capability, name: str, tegra: bool) -> bool:
     found = re.fullmatch(r"(sm|compute)_(\d+)(\d)([af]?)", name)
     if found is None:
         return False
-    target, special = (int(found[2]), int(found[3])), bool(found[4])
-    if special or (tegra and found[1] == "sm"):
+    target, kind = (int(found[2]), int(found[3])), found[4]
+    if kind == "a" or (tegra and found[1] == "sm"):
         return target == capability
-    if found[1] == "compute":
+    if found[1] == "compute" and not kind:
         return target <= capability
     return target[0] == capability[0] and target[1] <= capability[1]

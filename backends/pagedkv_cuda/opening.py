@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 
 import torch
 
@@ -25,19 +26,24 @@ def open_backend(
     kernels: str,
     world: World,
     longest_captured: int | None,
+    runtime: Callable[[int], CudaRuntime] = CudaRuntime,
+    make: Callable[..., CudaBackend] = CudaBackend,
 ) -> CudaBackend:
-    """An instance on the GPU with this UUID, which NVML lists at `device`. Raises `BackendUnavailable`."""
+    """An instance on the GPU with this UUID, which NVML lists at `device`. Raises `BackendUnavailable`.
+
+    `runtime` opens the device, `make` is the class of the instance: a backend that extends this one has its own.
+    """
     index = torch_index(uuid, device)
     if reason := why_no_code(capability, torch.cuda.get_arch_list(), tegra=devices.is_tegra()):
         raise BackendUnavailable(reason)
     try:
-        runtime = CudaRuntime(index)
+        opened = runtime(index)
     except RuntimeError as error:
         raise BackendUnavailable(f"CUDA device {device} does not open ({error}): look at nvidia-smi") from error
     _log.info("%s, compute capability %s, kernels %s", torch.cuda.get_device_name(index), spell(capability), kernels)
-    _log.warning("this backend has not been run on hardware yet: run `pagedkv certify cuda` before you rely on it")
-    path = make_path(kernels, capability, runtime)
-    return CudaBackend(capabilities, runtime, path, world=world, longest_captured=longest_captured)
+    _log.warning("this backend has not been run on hardware yet: run `pagedkv certify` on it before you rely on it")
+    path = make_path(kernels, capability, opened)
+    return make(capabilities, opened, path, world=world, longest_captured=longest_captured)
 
 
 def make_path(kernels: str, capability: Capability, runtime: Runtime) -> Path:
@@ -77,6 +83,6 @@ def why_no_code(capability: Capability, built: list[str], *, tegra: bool) -> str
     names = ", ".join(built) or "no GPU at all"
     return (
         f"torch {torch.__version__} is built for {names}, and none of that runs on compute capability "
-        f"{spell(capability)}: install a torch that is built for sm_{capability[0]}{capability[1]}, or choose "
-        "backend cpu"
+        f"{spell(capability)}: install a torch that is built for sm_{capability[0]}{capability[1]}, build one with "
+        f"TORCH_CUDA_ARCH_LIST={spell(capability)}, or choose backend cpu"
     )

@@ -7,9 +7,11 @@ import importlib.util
 import re
 from pathlib import Path
 
-from pagedkv_cuda.limits import TRITON_LEAST
+from pagedkv_cuda.limits import TRITON_LEAST, Capability, Generation, parse
 
 EXTRA = "pip install 'pagedkv[cuda]'"
+TRITONS = ("triton", "pytorch-triton")
+"""Distributions that bring the module triton; the second comes with nightly builds of torch."""
 
 
 def version(distribution: str) -> str | None:
@@ -30,7 +32,12 @@ def torch_cuda() -> str | None:
     return found[1] if found else None
 
 
-def why_no_torch(driver_cuda: tuple[int, int] | None) -> str | None:
+def triton() -> str | None:
+    """The installed version of Triton; None where there is none."""
+    return next((found for found in map(version, TRITONS) if found is not None), None)
+
+
+def why_no_torch(driver_cuda: Capability | None) -> str | None:
     """What speaks against this torch, one line with the way out; `driver_cuda`: the newest CUDA the driver knows."""
     installed = version("torch")
     if installed is None:
@@ -46,6 +53,17 @@ def why_no_torch(driver_cuda: tuple[int, int] | None) -> str | None:
     return None
 
 
+def why_too_old(generation: Generation) -> str | None:
+    """What speaks against this torch on GPUs of a generation that is younger than it."""
+    built = torch_cuda()
+    if not generation.least_cuda or built is None or parse(built) >= parse(generation.least_cuda):
+        return None
+    return (
+        f"torch {version('torch')} is built for CUDA {built}, which knows no {generation.name}: install a torch built "
+        f"for CUDA {generation.least_cuda} or later"
+    )
+
+
 def why_no_triton(extra: str = EXTRA) -> str | None:
     """What speaks against this Triton, one line with the way out; `extra`: what installs it."""
     if version("triton-ascend") is not None:
@@ -53,7 +71,7 @@ def why_no_triton(extra: str = EXTRA) -> str | None:
             "triton and triton-ascend overwrite each other's files: pip uninstall triton-ascend, then "
             "pip install --force-reinstall triton"
         )
-    installed = version("triton")
+    installed = triton()
     if installed is None:
         return f"triton is not installed: {extra}"
     numbers = tuple(int(part) for part in re.findall(r"\d+", installed)[:2])

@@ -31,11 +31,13 @@ def gpu(capability=(9, 0), **changes):
 @pytest.fixture
 def machine(monkeypatch):
     """A machine with the GPUs `shown`, and a torch and a Triton that serve them."""
-    state = SimpleNamespace(shown=[gpu()], torch=None, triton=None, driver=13000)
+    state = SimpleNamespace(shown=[gpu()], torch=None, triton=None, driver=13000, running=[])
     monkeypatch.setattr(devices, "is_tegra", lambda: False)
     monkeypatch.setattr(devices, "nvml", lambda: contextlib.nullcontext(object()))
     monkeypatch.setattr(devices, "visible_now", lambda _: state.shown)
-    monkeypatch.setattr(devices, "ask", lambda _, name, *rest: state.driver)
+    said = {"nvmlSystemGetCudaDriverVersion": lambda: state.driver, "nvmlDeviceGetHandleByUUID": lambda: 1}
+    said["nvmlDeviceGetComputeRunningProcesses"] = lambda: state.running
+    monkeypatch.setattr(devices, "ask", lambda _, name, *rest: said.get(name, lambda: None)())
     monkeypatch.setattr(packages, "why_no_torch", lambda cuda: state.torch)
     monkeypatch.setattr(packages, "why_no_triton", lambda: state.triton)
     return state
@@ -144,6 +146,7 @@ def versions(monkeypatch, **installed):
         ({"triton": "3.6.0"}, None),
         ({"triton": "3.9.0"}, None),
         ({"triton": "3.10.1"}, None),
+        ({"pytorch_triton": "3.6.0+git1"}, None),
         ({"triton": "3.5.1"}, "3.6 is the least"),
         ({}, "pip install 'pagedkv[cuda]'"),
         ({"triton": "3.9.0", "triton_ascend": "3.2.0"}, "overwrite each other's files"),
@@ -260,10 +263,35 @@ def test_the_gpu_is_found_by_its_uuid(monkeypatch, order, index):
         opening.torch_index("GPU-cc", 1)
 
 
-def test_u104_no_code_for_this_gpu():
-    said = opening.why_no_code((8, 7), ["sm_80", "sm_86", "sm_89"], tegra=True)
-    assert "8.7" in said and "sm_87" in said and "backend cpu" in said
-    assert opening.why_no_code((8, 6), ["sm_80"], tegra=False) is None
+@pytest.mark.parametrize(("free", "warned"), [(70, True), (73, False), (None, False)])
+def test_u113_memory_that_others_hold_is_told_with_their_process_ids(machine, monkeypatch, caplog, free, warned):
+    machine.shown = [gpu(free=None if free is None else free << 30)]
+    machine.running = [SimpleNamespace(pid=4242, usedGpuMemory=9 << 30), SimpleNamespace(pid=7, usedGpuMemory=None)]
+    monkeypatch.setattr(opening, "open_backend", lambda *args, **given: "opened")
+    assert create() == "opened"
+    said = (
+        "10.0 GiB of 80.0 GiB are taken (process 7 (unknown), process 4242 (9.0 GiB)) and the cache gets what is left"
+    )
+    assert (said in caplog.text) is warned
+    machine.running = []
+    create()
+    assert ("the driver names no process" in caplog.text) is warned
+
+
+@pytest.mark.parametrize(
+    ("capability", "built", "words"),
+    [
+        ((12, 0), "12.6", "built for CUDA 12.8 or later"),
+        ((10, 3), "12.6", "knows no Blackwell"),
+        ((12, 0), "12.8", None),
+        ((9, 0), "12.6", None),
+    ],
+)
+def test_a_torch_that_is_older_than_the_gpu_is_said(machine, monkeypatch, capability, built, words):
+    monkeypatch.setattr(packages, "torch_cuda", lambda: built)
+    machine.shown = [gpu(capability)]
+    assert (probed().score > 0) is (words is None)
+    assert words is None or words in probed().reason
 
 
 def test_the_module_under_test_reads_the_capability_from_the_kind():
