@@ -41,7 +41,7 @@ def open_backend(
     except RuntimeError as error:
         raise BackendUnavailable(f"CUDA device {device} does not open ({error}): look at nvidia-smi") from error
     _log.info("%s, compute capability %s, kernels %s", torch.cuda.get_device_name(index), spell(capability), kernels)
-    _log.warning("this backend has not been run on hardware yet: certify it here (`pagedkv certify`) before you rely on it")
+    _log.warning("not yet run on hardware: certify this backend here (`pagedkv certify`) before you rely on it")
     path = make_path(kernels, capability, opened)
     return make(capabilities, opened, path, world=world, longest_captured=longest_captured)
 
