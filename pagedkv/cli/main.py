@@ -23,6 +23,8 @@ COMMANDS = {
     "doctor": ("pagedkv.cli.doctor", "Show what is here, what would be chosen and why."),
 }
 """Command -> the module that has it under the same name, and its line in the help text."""
+OWN = ("BACKEND ...", "The own command of an installed backend, where it has one.")
+"""The last line there: which backends have one is known to them alone."""
 
 
 class LazyGroup(click.Group):
@@ -45,9 +47,11 @@ class LazyGroup(click.Group):
         return [name for name, (module, _) in COMMANDS.items() if importlib.util.find_spec(module) is not None]
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """The command, with the options that all share; None when there is none of that name."""
+        """The command, with the options that all share, or a backend's own; None when there is none of that name."""
         if cmd_name not in self.list_commands(ctx):
-            return None
+            from pagedkv.cli.own import own_command
+
+            return own_command(cmd_name)
         command: click.Command = getattr(importlib.import_module(COMMANDS[cmd_name][0]), cmd_name)
         taken = {name for parameter in command.params for name in (*parameter.opts, *parameter.secondary_opts)}
         command.params.extend(option for option in logging_options() if taken.isdisjoint(option.opts))
@@ -56,7 +60,7 @@ class LazyGroup(click.Group):
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """The list in the help text, without importing any of them."""
         with formatter.section("Commands"):
-            formatter.write_dl([(name, COMMANDS[name][1]) for name in self.list_commands(ctx)])
+            formatter.write_dl([*((name, COMMANDS[name][1]) for name in self.list_commands(ctx)), OWN])
 
     def invoke(self, ctx: click.Context) -> Any:
         """Run the command; our errors end as one message on standard error."""
