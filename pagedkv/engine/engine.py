@@ -62,7 +62,7 @@ class LLMEngine:
         self.stats = EngineStats()
         self._runner = parts.runner
         self._swap = parts.swap
-        self._sampler = Sampler(parts.config.max_num_seqs, parts.vocab_size, parts.config.seed)
+        self._sampler = Sampler(parts.config.max_num_seqs, parts.vocab_size, parts.config.seed, parts.device_ops)
         self._token_texts = TokenTexts(parts.tokenizer)
         self._groups: dict[int, Group] = {}
         self._samples: dict[int, Sample] = {}  # by the scheduler's id of their request

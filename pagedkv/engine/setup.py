@@ -34,7 +34,8 @@ from pagedkv.models.checkpoint import Checkpoint, open_checkpoint
 from pagedkv.models.config import ModelConfig
 from pagedkv.models.tokenizer import Tokenizer
 from pagedkv.models.weight_plan import WeightPlan
-from pagedkv.ops import Linear, resolve
+from pagedkv.ops import REFERENCE, Linear, resolve
+from pagedkv.sampling.sampler import DeviceOps
 
 _log = logging.getLogger("pagedkv.engine")
 
@@ -60,6 +61,7 @@ class Parts:
     tokenizer: Tokenizer | None
     end_ids: tuple[int, ...]
     vocab_size: int
+    device_ops: DeviceOps | None
 
 
 def build(config: EngineConfig, progress: Progress | None = None) -> Parts:
@@ -152,7 +154,17 @@ def _load(
         tokenizer=tokenizer,
         end_ids=_end_ids(checkpoint, tokenizer),
         vocab_size=checkpoint.config.vocab_size,
+        device_ops=_device_ops(backend, checkpoint.config.vocab_size),
     )
+
+
+def _device_ops(backend: AttentionBackend, vocab_size: int) -> DeviceOps | None:
+    """The backend's own ops of sampling, None if it has none; where it has one, the most probable ids need no copy."""
+    spec = OpSpec(dtype="fp32", dims={"vocab": vocab_size})
+    greedy, sample = backend.op("greedy", spec), backend.op("sample", spec)
+    if greedy is None and sample is None:
+        return None
+    return DeviceOps(greedy=greedy or REFERENCE["greedy"], sample=sample, to_host=backend.to_host)
 
 
 def _caches_on_host(config: EngineConfig) -> bool:

@@ -156,6 +156,47 @@ def embedding(ids: Tensor, table: Tensor) -> Tensor:
     return F.embedding(ids, table)
 
 
+def greedy(logits: Tensor) -> Tensor:
+    """`greedy`: the most probable id of each row, of equal logits the lowest: logits [n, V] -> int32 [n]. Dims: vocab.
+
+    -1 stands for a row with a NaN, or with nothing above minus infinity.
+    """
+    best = logits.argmax(-1)  # a NaN counts as larger than anything, and compares as nothing
+    top = logits.gather(-1, best[:, None])[:, 0]
+    return torch.where(top > -torch.inf, best, -1).to(torch.int32)
+
+
+def sample(logits: Tensor, numbers: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
+    """`sample`: one id for each row: logits [n, V], numbers [n] in [0, 1) -> int32 [n]. Dims: vocab.
+
+    By (logit down, id up), the top_k [n] first tokens stay (int32, at least 1; V is off), of these the fewest that hold
+    top_p [n] of their mass exp(logit / temperature), at least one (1 is off). The id is the first, in the order of ids,
+    whose cumulated mass exceeds the row's number times the whole. temperature [n]; 0 is greedy. Plus infinity takes the
+    lowest id that has it; -1 as in `greedy`. numbers, temperature and top_p are float32.
+
+    An op may add up masses in float32: where a number, or a cut, is within 1e-6 of a token's edge, the token on either
+    side will do. A row's id depends on that row alone. Source of top-p: Holtzman et al. 2020.
+    """
+    best = greedy(logits)
+    ends = _kept_mass(logits.double(), temperature.double(), top_k, top_p.double()).cumsum(-1)
+    whole = ends[:, -1]
+    aim = torch.minimum(numbers * whole, torch.nextafter(whole, torch.zeros_like(whole)))  # below the last end
+    drawn = (ends <= aim[:, None]).sum(-1)
+    certain = (temperature == 0) | (best < 0) | (logits == torch.inf).any(-1)
+    return torch.where(certain, best, drawn.to(torch.int32))
+
+
+def _kept_mass(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
+    """exp((logit - top) / temperature) of the tokens that stay, 0 of the others, in the order of ids: [n, V]."""
+    ranked, ids = logits.sort(dim=-1, descending=True, stable=True)
+    mass = ((ranked - ranked[:, :1]) / temperature[:, None]).exp()
+    mass *= torch.arange(mass.shape[1], device=mass.device) < top_k[:, None]
+    ends = mass.cumsum(-1)
+    before = F.pad(ends[:, :-1], (1, 0), value=-1.0)  # the first stays even where top_p is 0
+    mass *= before < top_p[:, None] * ends[:, -1:]
+    return torch.empty_like(mass).scatter_(-1, ids, mass)
+
+
 REFERENCE: Mapping[str, Callable[..., Any]] = {
     "linear": Linear(),
     "rms_norm": rms_norm,
@@ -164,6 +205,8 @@ REFERENCE: Mapping[str, Callable[..., Any]] = {
     "silu_mul": silu_mul,
     "gelu_tanh_mul": gelu_tanh_mul,
     "embedding": embedding,
+    "greedy": greedy,
+    "sample": sample,
 }
 
 FORMATTED: Mapping[str, Callable[[OpSpec], Callable[..., Any]]] = {

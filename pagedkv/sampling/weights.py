@@ -16,7 +16,7 @@ Ids = npt.NDArray[np.int64]
 
 _BLOCK = 256  # tokens that are summed before the draw looks inside
 _AT_ONCE = 64  # rows in work at a time on a device; on the host it is one, which stays in the cache
-_COLDEST, _HOTTEST = 1e-30, 1e30  # beyond these float32 would divide by 0 or by infinity, to NaN
+_COLDEST, HOTTEST = 1e-30, 1e30  # beyond these float32 would divide by 0 or by infinity, to NaN
 
 
 class Weights:
@@ -34,7 +34,7 @@ class Weights:
         """
         self._logits = logits
         self._top = torch.from_numpy(top).to(logits.device)[:, None]
-        heat = np.clip(temperature, _COLDEST, _HOTTEST).astype(np.float32)
+        heat = np.clip(temperature, _COLDEST, HOTTEST).astype(np.float32)
         self._temperature = torch.from_numpy(heat).to(logits.device)[:, None]
         self._vocab_size = logits.shape[1]
         self._at_once = at_once or (1 if logits.device.type == "cpu" else _AT_ONCE)

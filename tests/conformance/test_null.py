@@ -51,6 +51,7 @@ def test_ops_have_the_shapes_of_their_references(null: AttentionBackend) -> None
     x, weight, table = torch.randn(5, 8), torch.randn(8), torch.randn(20, 8)
     ids, wide = torch.arange(5), torch.randn(5, 6)
     q, k, angles = torch.randn(5, 4, 8), torch.randn(5, 2, 8), torch.randn(5, 4)
+    halves = torch.full((5,), 0.5)
     arguments = {
         "rms_norm": (x, weight, 1e-6),
         "add_rms_norm": (x, x.clone(), weight, 1e-6),
@@ -58,11 +59,14 @@ def test_ops_have_the_shapes_of_their_references(null: AttentionBackend) -> None
         "silu_mul": (wide,),
         "gelu_tanh_mul": (wide,),
         "embedding": (ids, table),
+        "greedy": (wide,),
+        "sample": (wide, halves, halves, torch.full((5,), 3, dtype=torch.int32), halves),
     }
     assert arguments.keys() | {"linear"} == REFERENCE.keys()
     for name, given in arguments.items():
         mine, want = (op(*given) for op in (null.op(name, OpSpec(dtype="fp32")), REFERENCE[name]))
         assert (None if mine is None else mine.shape) == (None if want is None else want.shape)
+        assert want is None or mine.dtype == want.dtype
     linear = null.op("linear", OpSpec(dtype="fp32"))
     packed = linear.pack(torch.randn(7, 8), torch.randn(7))
     assert packed.nbytes == 0 and torch.equal(linear(x, packed), torch.zeros(5, 7))

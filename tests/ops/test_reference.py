@@ -12,6 +12,7 @@ from pagedkv.api import OpSpec
 from pagedkv.api.errors import ConfigError
 from pagedkv.ops import REFERENCE, Linear, resolve
 from tests.helpers.plain import OpsOnlyBackend
+from tests.helpers.plain_sampler import reference as plain_probabilities
 
 DTYPES = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 SIZES = (7, 80, 193, 1531)
@@ -173,3 +174,58 @@ def test_resolve_prefers_the_backends_op_and_falls_back_to_the_reference() -> No
 def test_an_unknown_op_is_refused_with_the_known_ones() -> None:
     with pytest.raises(ConfigError, match=r"'gelu'.*silu_mul"):
         resolve(OpsOnlyBackend({"gelu": torch.nn.functional.gelu}), "gelu", OpSpec(dtype="fp32"))
+
+
+# -- sampling ----------------------------------------------------------------------------------------------------------
+
+INF, NAN = float("inf"), float("nan")
+SPECIAL = torch.tensor([[0.0, 2, 2, -1], [-INF] * 4, [1, NAN, 0, 9], [3, INF, INF, 0], [-INF, -5, -0.0, 0]])
+"""A tie, nothing at all, a NaN, certainty twice, zeros of both signs."""
+
+
+def _sampled(logits: Tensor, numbers: Tensor, temperature: float, top_k: int, top_p: float) -> Tensor:
+    def each(value: float, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.full((len(logits),), value, dtype=dtype)
+
+    return REFERENCE["sample"](logits, numbers, each(temperature), each(top_k, torch.int32), each(top_p))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_greedy_takes_the_first_of_the_largest(dtype: torch.dtype) -> None:
+    assert REFERENCE["greedy"](SPECIAL.to(dtype)).tolist() == [1, -1, -1, 1, 2]
+    assert REFERENCE["greedy"](SPECIAL).dtype == torch.int32
+    for temperature in (0.0, 1.0):
+        assert _sampled(SPECIAL.to(dtype), torch.full((5,), 0.25), temperature, 4, 1.0)[1:4].tolist() == [-1, -1, 1]
+    assert _sampled(SPECIAL, torch.full((5,), 0.999), 0.0, 4, 1.0).tolist() == [1, -1, -1, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("temperature", "top_k", "top_p"),
+    [(1.0, 300, 1.0), (0.4, 300, 1.0), (1.0, 9, 1.0), (1.7, 300, 0.7), (0.8, 20, 0.9), (1.0, 300, 0.0), (1.0, 1, 1.0)],
+)
+def test_sample_inverts_the_exact_distribution(temperature: float, top_k: int, top_p: float) -> None:
+    """Every id stands where its stretch of [0, 1) is; the probabilities come from a sampler written the plain way."""
+    logits = _random(300).mul(8).round().div(8)  # with ties
+    exact, margin = plain_probabilities(logits.tolist(), temperature, top_k, top_p)
+    assert margin > 1e-9
+    numbers = torch.linspace(0, 1 - 2**-24, 501)
+    ids = _sampled(logits.expand(501, 300), numbers, temperature, top_k, top_p).numpy()
+    ends = exact.cumsum()
+    assert (exact[ids] > 0).all()
+    assert (ends[ids] > numbers.double().numpy() - 1e-12).all()
+    assert (ends[ids] - exact[ids] <= numbers.double().numpy() + 1e-12).all()
+
+
+def test_the_largest_number_finds_the_last_token_that_stays() -> None:
+    logits = torch.tensor([[0.0, 1.0, 1.0, -9.0, -INF]])
+    for number in (1 - 2**-24, 1 - 2**-53):
+        assert _sampled(logits, torch.tensor([number], dtype=torch.float64), 1.0, 2, 1.0).tolist() == [2]
+        assert _sampled(logits, torch.tensor([number], dtype=torch.float64), 1.0, 5, 1.0).tolist() == [3]
+
+
+def test_a_sampled_id_does_not_depend_on_the_other_rows() -> None:
+    logits, numbers = _random(300, 193), torch.rand(300, generator=torch.Generator().manual_seed(1))
+    whole = _sampled(logits, numbers, 1.3, 90, 0.95)
+    for start, count in [(0, 1), (299, 1), (3, 5), (2, 257)]:
+        part = slice(start, start + count)
+        assert torch.equal(_sampled(logits[part].clone(), numbers[part], 1.3, 90, 0.95), whole[part])

@@ -45,6 +45,7 @@ from pagedkv.conformance.loopback.pool import (
     to_stored,
 )
 from pagedkv.conformance.loopback.queues import Queues
+from pagedkv.conformance.loopback.sampling import greedy, sample
 
 
 class LoopbackBackend(AttentionBackend):
@@ -372,10 +373,10 @@ class LoopbackBackend(AttentionBackend):
         return made
 
     def op(self, name: str, spec: OpSpec) -> Callable[..., Any] | None:
-        """`linear`, row by row: the only op whose reference lets a row's bits depend on the other rows."""
+        """`linear`, row by row, since its reference lets a row's bits depend on the other rows; `greedy`, `sample`."""
         self._begin()
-        known = name == "linear" and not spec.attributes and not spec.features
-        return Linear() if known else None
+        known: dict[str, Callable[..., Any]] = {"linear": Linear(), "greedy": greedy, "sample": sample}
+        return None if spec.attributes or spec.features else known.get(name)
 
     def extension(self, name: str) -> Any | None:
         self._begin()

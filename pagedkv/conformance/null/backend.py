@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from pagedkv.api import (
@@ -122,6 +123,10 @@ def _embedding(ids: Tensor, table: Tensor) -> Tensor:
     return table.new_zeros(len(ids), table.shape[1])
 
 
+def _first_ids(logits: Tensor, *row_values: Tensor) -> Tensor:
+    return torch.zeros(len(logits), dtype=torch.int32)
+
+
 _OPS: Mapping[str, Callable[..., Any]] = {
     "linear": Linear(),
     "rms_norm": _same,
@@ -130,4 +135,6 @@ _OPS: Mapping[str, Callable[..., Any]] = {
     "silu_mul": _half,
     "gelu_tanh_mul": _half,
     "embedding": _embedding,
+    "greedy": _first_ids,
+    "sample": _first_ids,
 }

@@ -111,7 +111,7 @@ def op_ignores_attributes(original: Any, self: Any, name: str, spec: Any) -> Any
 def op_leaves_out_the_bias(original: Any, self: Any, name: str, spec: Any) -> Any:
     """A linear layer does not add its bias."""
     made = original(self, name, spec)
-    if made is not None:
+    if name == "linear" and made is not None:
         pack = type(made).pack
         made.pack = lambda weight, bias=None: pack(made, weight)
     return made
