@@ -56,5 +56,5 @@ def test_u70_the_list_shows_the_failed_one_and_succeeds():
 
 def test_u70_doctor_fails_when_the_named_one_cannot_be_used():
     named, automatic = run("doctor", "--backend", "stale"), run("doctor")
-    assert named.exit_code == 1 and CAUSE in named.stdout
-    assert automatic.exit_code == 0 and "would be chosen: good" in automatic.stdout
+    assert named.exit_code == 2 and CAUSE in named.stdout
+    assert automatic.exit_code == 1 and "would be chosen: good" in automatic.stdout and CAUSE in automatic.stdout

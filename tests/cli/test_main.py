@@ -204,37 +204,3 @@ def test_the_table_cuts_no_reason_and_reads_no_markup(run, tmp_path, monkeypatch
     monkeypatch.syspath_prepend(str(tmp_path / "long"))
     text = run("backends").stdout
     assert all(word in text.split() for word in reason.split()[1:-1]) and "[bold]word0" in text and "[/nosuch]" in text
-
-
-def test_doctor_reports_what_a_bug_report_needs(run, fake, monkeypatch):
-    monkeypatch.setenv("PAGEDKV_NOSUCH", "x")
-    result = run("doctor", "--json")
-    report = json.loads(result.stdout)
-    assert result.exit_code == 0
-    assert report["choice"] == {"backend": "fake", "why": "automatic choice, score 95"}
-    assert (report["pagedkv"], report["contract"]) == (__version__, "1.1")
-    assert report["packages"]["torch"] and report["packages"]["pagedkv-fake"] == "1.5"
-    assert report["environment"] == {"PAGEDKV_NOSUCH": "x (unknown, has no effect)"}
-    (row,) = [row for row in report["backends"] if row["name"] == "fake"]
-    assert (row["diagnose"], row["weight_formats"]) == ({"driver": "7.1"}, [])
-    assert [entry["backend"] for entry in report["verified"]] == ["cpu"]
-
-
-def test_doctor_as_text_ends_with_the_choice(run, fake):
-    result = run("doctor", "--backend", "FAKE")
-    assert result.exit_code == 0
-    assert result.stdout.splitlines()[-1] == "would be chosen: fake (chosen by argument)"
-    assert (
-        "driver" in result.stdout
-        and "7.1" in result.stdout
-        and "cpu   x86-64" not in result.stdout.split("verified")[0]
-    )
-
-
-def test_doctor_exit_codes(run, fake, monkeypatch):
-    assert run("doctor", "--backend", "nosuch").exit_code == 2
-    monkeypatch.setenv("PAGEDKV_BACKEND", "nosuch")
-    result = run("doctor", "--json")
-    choice = json.loads(result.stdout)["choice"]
-    assert result.exit_code == 1 and choice["backend"] is None
-    assert "no installed backend is called 'nosuch'" in choice["why"]

@@ -1,0 +1,68 @@
+"""What a bug report must not hold."""
+
+from __future__ import annotations
+
+import sys
+import sysconfig
+
+import pytest
+
+from pagedkv.diagnosis import privacy
+from pagedkv.diagnosis.privacy import Privacy
+
+
+@pytest.fixture
+def jane(tmp_path, monkeypatch):
+    home = tmp_path / "home" / "janedoe"
+    home.mkdir(parents=True)
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.setattr(privacy.getpass, "getuser", lambda: "janedoe")
+    monkeypatch.setattr(privacy.socket, "gethostname", lambda: "secretbox.example.org")
+    return home
+
+
+def test_known_folders_become_their_meaning(jane):
+    clean = Privacy([str(jane / "models" / "llama")], kept=["cpu"]).text
+    assert clean(f"{jane}/models/llama/config.json") == "<path>/llama/config.json"
+    assert clean(f"{jane}/x") == "~/x"
+    assert clean(f"{sysconfig.get_path('purelib')}/torch") == "<site-packages>/torch"
+    assert clean(f"{sys.prefix}/bin/python") == "<python>/bin/python"
+
+
+@pytest.mark.parametrize(
+    ("text", "cleaned"),
+    [
+        ("open /data/jane/private/weights.bin failed", "open <path>/weights.bin failed"),
+        ("cannot open '/mnt/x/y.so', or /mnt/x/z.so:3", "cannot open '<path>/y.so', or <path>/z.so:3"),
+        ("C:\\Users\\Jane\\models\\a.gguf", "<path>/a.gguf"),
+        ("/usr/lib/libfoo.so and /opt/vendor/lib/libbar.so", "/usr/lib/libfoo.so and /opt/vendor/lib/libbar.so"),
+        ("asked by janedoe on secretbox", "asked by <user> on <host>"),
+        ("secretbox.example.org refused", "<host> refused"),
+        ("https://jane:pw@example.org/simple", "https://<secret>@example.org/simple"),
+        ("hf_abcdefghijklmnop was refused", "<secret> was refused"),
+        ("token=abcdef0123456789", "<secret>"),
+        ("docker run --gpus all, 12.0/13.0, a/b and 1 / 2", "docker run --gpus all, 12.0/13.0, a/b and 1 / 2"),
+        ("cpu", "cpu"),
+    ],
+)
+def test_texts(jane, text, cleaned):
+    assert Privacy(kept=["cpu"]).text(text) == cleaned
+
+
+def test_values_in_every_depth_and_keys_stay(jane):
+    value = {"a": [{"b": f"{jane}/x", "c": 3, "d": None}], "e": True}
+    assert Privacy().clean(value) == {"a": [{"b": "~/x", "c": 3, "d": None}], "e": True}
+
+
+def test_a_common_name_is_left_alone(monkeypatch):
+    monkeypatch.setattr(privacy.getpass, "getuser", lambda: "root")
+    monkeypatch.setattr(privacy.socket, "gethostname", lambda: "localhost")
+    assert Privacy().text("root of localhost") == "root of localhost"
+
+
+def test_a_user_without_an_entry_is_no_error(monkeypatch):
+    def fail():
+        raise KeyError("uid not found")
+
+    monkeypatch.setattr(privacy.getpass, "getuser", fail)
+    assert Privacy().text("fine") == "fine"
