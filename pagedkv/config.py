@@ -45,8 +45,6 @@ _UNITS = {"": 1, "B": 1}
 _UNITS |= {f"{p}iB": 1024**n for n, p in enumerate("KMGT", 1)} | {f"{p}B": 1000**n for n, p in enumerate("KMGT", 1)}
 
 _WITHOUT_EFFECT = {
-    "enforce_eager": (False, "nothing is captured into graphs yet, every step runs eagerly"),
-    "max_seq_len_to_capture": (None, "nothing is captured into graphs yet"),
     "max_parallel_loading_workers": (None, "one process loads the weights"),
     "disable_custom_all_reduce": (False, "there is one worker"),
     "distributed_executor_backend": (None, "there is one worker"),
@@ -66,7 +64,9 @@ _SWITCHES = (
     "enable_host_caching",
     "skip_tokenizer_init",
     "batch_invariant",
+    "enforce_eager",
 )
+_MAY_BE_UNSET = ("batch_invariant", "enforce_eager")
 _LEAST = {"num_blocks": 2, "device": 0, "max_overtakes": 0, "swap_blocks": 0, "max_preemptions": 1}
 _OLD_NAMES = {
     "max_context_len_to_capture": "max_seq_len_to_capture",
@@ -89,6 +89,8 @@ class EngineConfig:
     ("4GiB"; a plain number is GiB; "auto"; 0 for none), or `swap_blocks` of them. Unset, "auto" where the device has
     memory of its own, else 0. `preemption_mode`: "auto" goes by price, "swap" and "recompute" do not. `copy_bandwidth`
     (bytes a second) and `prefill_rate` (tokens a second) take the place of what is measured for that price.
+    `enforce_eager=True` records no decode steps, `False` asks for them; `max_seq_len_to_capture`: the longest context
+    that a recorded step serves. Unset, the backend says both.
     """
 
     model: str
@@ -120,6 +122,8 @@ class EngineConfig:
     copy_bandwidth: int | str | None = None
     prefill_rate: float | None = None
     batch_invariant: bool | None = None
+    enforce_eager: bool | None = None
+    max_seq_len_to_capture: int | None = None
     max_overtakes: int = 16
     seed: int = 0
 
@@ -145,7 +149,7 @@ class EngineConfig:
             raise ConfigError("; ".join(problems))
 
     def _bad_numbers(self) -> list[str]:
-        at_least_one = ("max_model_len", "max_num_seqs", "max_num_batched_tokens")
+        at_least_one = ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "max_seq_len_to_capture")
         problems = [
             f"{name}={value!r} must be a whole number of at least {least}"
             for name, least in [*((n, 1) for n in at_least_one), *_LEAST.items()]
@@ -169,7 +173,7 @@ class EngineConfig:
         problems = [
             f"{name}={value!r} must be True or False"
             for name in _SWITCHES
-            if not isinstance(value := getattr(self, name), bool) and not (name == "batch_invariant" and value is None)
+            if not isinstance(value := getattr(self, name), bool) and not (name in _MAY_BE_UNSET and value is None)
         ]
         return problems + [
             f"{name}={value!r} must be text"

@@ -29,11 +29,15 @@ def _bar(*columns: TextColumn, shown: bool) -> Progress:
 
 
 @contextmanager
-def loading_bar() -> Iterator[Callable[[int, int], None]]:
-    """A callback (tensors done, tensors in all) that moves a bar."""
+def loading_bar() -> Iterator[Callable[..., None]]:
+    """A callback (what is done, how much there is in all, what=a name unless it is weights) that moves a bar."""
     with _bar(shown=True) as bar:
-        task = bar.add_task("Loading weights", total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
+        task = bar.add_task("", total=None)
+
+        def move(done: int, total: int, what: str = "Loading weights") -> None:
+            bar.update(task, completed=done, total=total, description=what)
+
+        yield move
 
 
 @contextmanager

@@ -125,10 +125,8 @@ def test_settings_that_contradict_each_other(names: dict[str, Any], text: str) -
     [
         ("worker_use_ray", False, 'worker_use_ray is now called distributed_executor_backend="ray"'),
         ("max_context_len_to_capture", 8192, "max_context_len_to_capture is now called max_seq_len_to_capture"),
-        ("max_seq_len_to_capture", 8192, "max_seq_len_to_capture=8192 has no effect: nothing is captured"),
         ("kv_cache_memory_bytes", 2**20, "kv_cache_memory_bytes is now called kv_cache_memory"),
         ("num_gpu_blocks_override", 100, "num_gpu_blocks_override is now called num_blocks"),
-        ("enforce_eager", True, "enforce_eager=True has no effect"),
         ("max_parallel_loading_workers", 4, "max_parallel_loading_workers=4 has no effect"),
         ("disable_custom_all_reduce", True, "disable_custom_all_reduce=True has no effect"),
         ("distributed_executor_backend", "mp", "distributed_executor_backend='mp' has no effect"),

@@ -93,6 +93,11 @@ class CudaBackend(AttentionBackend):
         with self._runtime.here():
             return self._runtime.memory()
 
+    def reset_peak(self) -> None:
+        self._begin()
+        with self._runtime.here():
+            self._runtime.reset_peak()
+
     def bind(self, pool: Pool, layer: int, params: Mapping[str, Any]) -> None:
         """Sinks and ALiBi slopes, each float32 [q_heads]; at the same addresses, so that recordings see them."""
         self._begin()

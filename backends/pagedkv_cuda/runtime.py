@@ -97,6 +97,10 @@ class Runtime(ABC):
     def memory(self) -> MemoryInfo:
         """Memory of the device now."""
 
+    def reset_peak(self) -> None:
+        """Let the peak in `memory` begin again."""
+        return
+
     @abstractmethod
     def capture(self, work: Work) -> Recording:
         """Run `work` once and record it."""
@@ -155,8 +159,19 @@ class CudaRuntime(Runtime):
     def memory(self) -> MemoryInfo:
         """Free as the driver says; reclaimable is what torch keeps of freed tensors. Others count once, as not free."""
         free, total = torch.cuda.mem_get_info(self._index)
-        kept = torch.cuda.memory_reserved(self._index) - torch.cuda.memory_allocated(self._index)
-        return MemoryInfo.of(free=free, total=total, reclaimable=max(0, min(kept, total - free)), unified=False)
+        allocated = torch.cuda.memory_allocated(self._index)
+        kept = torch.cuda.memory_reserved(self._index) - allocated
+        return MemoryInfo.of(
+            free=free,
+            total=total,
+            reclaimable=max(0, min(kept, total - free)),
+            unified=False,
+            allocated=allocated,
+            peak=torch.cuda.max_memory_allocated(self._index),
+        )
+
+    def reset_peak(self) -> None:
+        torch.cuda.reset_peak_memory_stats(self._index)
 
     def capture(self, work: Work) -> Recording:
         with self.here():

@@ -138,6 +138,10 @@ class AttentionBackend(ABC):
         """Memory of the device now. Optional, defaults to unknown."""
         return MemoryInfo()
 
+    def reset_peak(self) -> None:
+        """Let `MemoryInfo.peak` begin again at what is allocated now. Optional, defaults to nothing; since 1.1."""
+        return
+
     def kv_budget(self, fraction: float | None, reserved: int) -> int | None:
         """Bytes the cache may take, `reserved` bytes of weights and workspace left aside; None when memory is unknown.
 

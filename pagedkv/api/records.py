@@ -104,12 +104,18 @@ class DeviceInfo(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryInfo(Record):
-    """Bytes of the memory that the cache lives in; None is unknown. `unified`: it is the host's own memory."""
+    """Bytes of the memory that the cache lives in; None is unknown. `unified`: it is the host's own memory.
+
+    `allocated`: of this process's tensors now; `peak`: the most there were since `reset_peak`. The process counts both
+    itself, whatever others take and give meanwhile.
+    """
 
     free: int | None = None
     total: int | None = None
     reclaimable: int | None = 0
     unified: bool = False
+    allocated: int | None = None
+    peak: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -100,6 +100,10 @@ class CheckedBackend(AttentionBackend):
         expect(self._guard, device, str, "torch_device")
         return str(device)
 
+    def reset_peak(self) -> None:
+        with self._guard.turn("reset_peak()"):
+            expect_none(self._guard, self._guard.ask("reset_peak()", self._inner.reset_peak), "reset_peak()")
+
     def memory(self) -> MemoryInfo:
         with self._guard.turn("memory()"):
             found = self._guard.ask("memory()", self._inner.memory)

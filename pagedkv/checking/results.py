@@ -22,7 +22,8 @@ def check_cost(guard: Guard, cost: Any) -> None:
 def check_memory(guard: Guard, memory: Any) -> None:
     """Bytes or None, and no more free than there is."""
     fine = isinstance(memory, MemoryInfo) and all(
-        value is None or is_bytes(value) for value in (memory.free, memory.total, memory.reclaimable)
+        value is None or is_bytes(value)
+        for value in (memory.free, memory.total, memory.reclaimable, memory.allocated, memory.peak)
     )
     if fine and memory.free is not None and memory.total is not None:
         fine = memory.free <= memory.total

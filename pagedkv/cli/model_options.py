@@ -53,6 +53,11 @@ OPTIONS: Mapping[str, Mapping[str, Any]] = {
         "metavar": "MODE",
     },
     "max_preemptions": {"help": "How often one request may have to make room.", **_COUNT},
+    "enforce_eager": {
+        "help": "Run all steps eagerly, or record decode into graphs; else as the backend has it.",
+        "is_flag": True,
+    },
+    "max_seq_len_to_capture": {"help": "Longest context of a recorded decode step.", **_COUNT},
     "batch_invariant": {"help": "The same tokens whatever else is in the batch.", "is_flag": True},
     "tokenizer": {"help": "Take the tokenizer from another folder, file or hub id.", "metavar": "MODEL"},
     "load_format": {"help": "auto, safetensors, gguf, or dummy for random weights.", "metavar": "FORMAT"},

@@ -110,6 +110,26 @@ def compose(state: Rows, rows: Int64, queries: Int32 | None, changes: Changes) -
     )
 
 
+def padded(batch: Batch, rows: int) -> Batch:
+    """A batch of one token a row as one of `rows` rows: those added have no query, context 0, no slot, and row 0."""
+    more = rows - batch.num_seqs
+    if not more:
+        return batch
+    slots = batch.slots
+    return Batch(
+        num_seqs=batch.num_seqs,
+        num_tokens=batch.num_tokens,
+        cu_q=np.concatenate([batch.cu_q, np.full(more, batch.num_tokens, np.int32)]),
+        ctx_len=np.concatenate([batch.ctx_len, np.zeros(more, np.int32)]),
+        block_table=batch.block_table,
+        rows=np.concatenate([batch.rows, np.zeros(more, np.int32)]),
+        slots=None if slots is None else np.concatenate([slots, np.full(more, -1, np.int64)]),
+        max_q=batch.max_q,
+        max_ctx=batch.max_ctx,
+        num_decode=batch.num_decode,
+    )
+
+
 def _scored(state: Rows, of_token: Int64, positions: Int32) -> Int64:
     """Which of the tokens have logits that are still wanted."""
     wanted = (positions >= state.scored.take(of_token)) & (positions < state.score_to.take(of_token))

@@ -197,7 +197,8 @@ class LLMEngine:
 
     def metrics(self) -> EngineMetrics:
         """What it does, in numbers."""
-        return metrics_of(self.scheduler, self.stats)
+        graphs = self._runner.graphs
+        return metrics_of(self.scheduler, self.stats, 0 if graphs is None else graphs.replays)
 
     def settle(self) -> None:
         """Wait until every block that is on its way between device and host has arrived."""

@@ -26,7 +26,9 @@ AUTO_PART = 4
 class MemoryRequest:
     """What the user asked for, and what the engine needs besides the cache. Sizes in bytes; the note is for people.
 
-    `host`: memory for blocks on the host; where that is the device's own, it is a part of the same budget.
+    `host`: memory for blocks on the host; where that is the device's own, it is a part of the same budget. `graphs`:
+    what recorded steps hold. `loaded`: the weights are in memory already, so that answers about it count them as used;
+    `most_available`: what was available beside them when it was first asked.
     """
 
     num_blocks: int | None
@@ -39,6 +41,15 @@ class MemoryRequest:
     max_model_len: int
     weights_note: str = ""
     host: HostPlan | None = None
+    graphs: int = 0
+    loaded: bool = False
+    most_available: int | None = None
+
+    @property
+    def needed(self) -> int:
+        """Bytes besides the cache that are still to be taken."""
+        weights = 0 if self.loaded else self.weights
+        return weights + self.workspace + self.graphs + shared_bytes(self.host)
 
     @property
     def useful_blocks(self) -> int:
@@ -59,6 +70,7 @@ class MemoryPlan:
     rule: str
     weights_note: str = ""
     host: HostPlan | None = None
+    graphs: int = 0
 
     @property
     def cache(self) -> int:
@@ -68,16 +80,17 @@ class MemoryPlan:
     @property
     def total(self) -> int:
         """Bytes of the device's memory that the engine will hold."""
-        return self.weights + self.workspace + self.cache + shared_bytes(self.host)
+        return self.weights + self.workspace + self.graphs + self.cache + shared_bytes(self.host)
 
     def table(self) -> str:
         """The budget as text, one part a line."""
         memory = self.memory
         shared = " (shared with the host)" if memory.unified else ""
         rows = [
-            ("memory", f"{show_bytes(memory.total)}, {show_bytes(_available(memory))} available{shared}"),
+            ("memory", f"{show_bytes(memory.total)}, {show_bytes(available(memory))} available{shared}"),
             ("weights", show_bytes(self.weights) + (f" ({self.weights_note})" if self.weights_note else "")),
             ("workspace", show_bytes(self.workspace)),
+            *([("graphs", f"{show_bytes(self.graphs)} (enforce_eager=True leaves them out)")] if self.graphs else []),
             (
                 "cache",
                 f"{show_bytes(self.cache)} = {self.num_blocks} blocks of {show_bytes(self.cost.per_block)}"
@@ -162,9 +175,10 @@ def plan_memory(
     available. What the engine sizes itself never exceeds what its sequences can use, nor what was available when it
     was first asked: the budget comes from a later question, and other processes take and give memory meanwhile.
     """
-    needed = request.weights + request.workspace + shared_bytes(request.host)
-    available = _available(memory)
-    room = None if available is None else available - needed
+    there = available(memory)
+    if there is not None and request.most_available is not None:
+        there = min(there, request.most_available)
+    room = None if there is None else there - request.needed
     if request.num_blocks is not None:
         blocks, rule = request.num_blocks, f"num_blocks={request.num_blocks}"
     else:
@@ -185,13 +199,15 @@ def plan_memory(
         rule=rule,
         weights_note=request.weights_note,
         host=request.host,
+        graphs=request.graphs,
     )
     if blocks < 2 or (room is not None and plan.cache > room):
         raise _does_not_fit(plan, room)
     return plan
 
 
-def _available(memory: MemoryInfo) -> int | None:
+def available(memory: MemoryInfo) -> int | None:
+    """Bytes that can be had now."""
     return None if memory.free is None else memory.free + (memory.reclaimable or 0)
 
 
@@ -208,7 +224,7 @@ def _size(
                 free=max(room, 0),
             )
         return request.kv_cache_bytes, f"kv_cache_memory={show_bytes(request.kv_cache_bytes)}"
-    size = kv_budget(request.fraction, request.weights + request.workspace + shared_bytes(request.host))
+    size = kv_budget(request.fraction, request.needed)
     if size is None:
         raise ConfigError(
             'the backend cannot tell how much memory it has: set kv_cache_memory="1GiB" (or what you can spare), '

@@ -40,9 +40,10 @@ class PoolMetrics:
 class EngineMetrics:
     """Requests by state and blocks by level now; counters since start; the price of bringing tokens back.
 
-    `preemptions` counts all of them, `swaps` those whose blocks went to host memory; `blocks_saved` and
-    `blocks_fetched` were copied to the host and back. `copy_bandwidth` is in bytes a second, `prefill_rate` in tokens a
-    second; from `break_even_tokens` on, copying is cheaper than computing again. None is not measured yet.
+    `replayed_steps` are those of `steps` that a recording served. `preemptions` counts all of them, `swaps` those whose
+    blocks went to host memory; `blocks_saved` and `blocks_fetched` were copied to the host and back. `copy_bandwidth`
+    is in bytes a second, `prefill_rate` in tokens a second; from `break_even_tokens` on, copying is cheaper than
+    computing again. None is not measured yet.
     """
 
     running: int
@@ -52,6 +53,7 @@ class EngineMetrics:
     device: PoolMetrics
     host: PoolMetrics
     steps: int
+    replayed_steps: int
     computed_tokens: int
     output_tokens: int
     finished: int
@@ -65,7 +67,7 @@ class EngineMetrics:
     break_even_tokens: float | None
 
 
-def metrics_of(scheduler: Scheduler, stats: EngineStats) -> EngineMetrics:
+def metrics_of(scheduler: Scheduler, stats: EngineStats, replays: int) -> EngineMetrics:
     """Everything as it is now."""
     tiers, price = scheduler.tiers, scheduler.price
     on_device, on_host = tiers.in_transit()
@@ -77,6 +79,7 @@ def metrics_of(scheduler: Scheduler, stats: EngineStats) -> EngineMetrics:
         device=PoolMetrics.of(tiers.device, on_device),
         host=PoolMetrics.of(tiers.host, on_host),
         steps=stats.steps,
+        replayed_steps=replays,
         computed_tokens=stats.computed_tokens,
         output_tokens=stats.output_tokens,
         finished=stats.finished,

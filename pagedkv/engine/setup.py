@@ -25,13 +25,16 @@ from pagedkv.core.negotiation import BATCH_INVARIANT, Choice, Requirements, nego
 from pagedkv.core.price import Price
 from pagedkv.core.scheduler import MAX_SCORED, Scheduler, SchedulerConfig
 from pagedkv.core.tiers import HostMemory
-from pagedkv.engine.memory import MemoryPlan, MemoryRequest, choose_host, plan_memory, read_memory
+from pagedkv.engine.graphs import graph_plan, recorded
+from pagedkv.engine.memory import MemoryPlan, MemoryRequest, available, choose_host, plan_memory, read_memory
+from pagedkv.engine.profile import Measured, bind_sinks, measured
 from pagedkv.engine.quantization import against_packing, check_packing, describe, name_of, weights_note
 from pagedkv.engine.runner import Runner
 from pagedkv.engine.swap import HostPlan, Swap
 from pagedkv.models.bridge import BridgedCheckpoint, BridgedConfig
 from pagedkv.models.checkpoint import Checkpoint, open_checkpoint
 from pagedkv.models.config import ModelConfig
+from pagedkv.models.decoder import Decoder
 from pagedkv.models.tokenizer import Tokenizer
 from pagedkv.models.weight_plan import WeightPlan
 from pagedkv.ops import REFERENCE, Linear, resolve
@@ -39,7 +42,8 @@ from pagedkv.sampling.sampler import DeviceOps
 
 _log = logging.getLogger("pagedkv.engine")
 
-Progress = Callable[[int, int], None]
+Progress = Callable[..., None]
+"""Called with what is done and how much there is in all; with a name for it as `what`, unless it is weights."""
 AnyCheckpoint = Checkpoint | BridgedCheckpoint
 
 
@@ -126,17 +130,22 @@ def _load(
         _log.info("batch_invariant off: the products of transformers' modules depend on the batch")
     spec = _pool_spec(config, choice, requirements.layers, max_model_len)
     weights = _weights(config, selected, backend, checkpoint, choice)
-    memory = _plan(config, selected, backend, checkpoint, choice, spec, weights)
+    request = _request(config, selected, backend, checkpoint, choice, spec, weights)
+    memory = _plan(request, selected, backend, spec)
     _log.info("memory budget\n%s", memory.table())
-    _log_features(config, choice, memory, max_model_len)
     tokenizer = None if config.skip_tokenizer_init else checkpoint.tokenizer()
     model = checkpoint.decoder(backend, choice.dtype, weights, max_model_len, progress)
-    pool = backend.alloc_pool(dataclasses.replace(spec, num_blocks=memory.num_blocks))
-    for layer, values in model.sinks.items():
-        backend.bind(pool, layer, {"sinks": values.numpy()})
+    vocab_size = checkpoint.config.vocab_size
+    recording = graph_plan(config, backend.capabilities(), choice.features, model, max_model_len)
+    if (found := measured(backend, model, spec, recording, vocab_size)) is not None:
+        memory = _plan_again(request, memory, found, selected, backend, spec)
+    _log_features(config, choice, memory, max_model_len)
+    runner = _runner(backend, dataclasses.replace(spec, num_blocks=memory.num_blocks), model)
+    if recording is not None:
+        runner.graphs = recorded(backend, runner.pool, model, recording, vocab_size, progress)
     facts = (str(checkpoint.path), choice.dtype, choice.kv_dtype, choice.block_size, weights.formats)
     sizes = _scheduler_config(config, memory, choice, max_model_len)
-    swap = _swap(config, backend, pool, memory.host)
+    swap = _swap(config, backend, runner.pool, memory.host)
     host = None if swap is None else HostMemory(more=swap.more, caching=_caches_on_host(config))
     price = None if swap is None else swap.price
     return Parts(
@@ -149,13 +158,20 @@ def _load(
         memory=memory,
         max_model_len=max_model_len,
         scheduler=Scheduler(sizes, repr(facts).encode(), memory=host, price=price),
-        runner=Runner(backend, pool, model, nan_safe="nan_safe" in backend.capabilities().features),
+        runner=runner,
         swap=swap,
         tokenizer=tokenizer,
         end_ids=_end_ids(checkpoint, tokenizer),
-        vocab_size=checkpoint.config.vocab_size,
-        device_ops=_device_ops(backend, checkpoint.config.vocab_size),
+        vocab_size=vocab_size,
+        device_ops=_device_ops(backend, vocab_size),
     )
+
+
+def _runner(backend: AttentionBackend, spec: PoolSpec, model: Decoder) -> Runner:
+    """The model over its pool."""
+    pool = backend.alloc_pool(spec)
+    bind_sinks(backend, pool, model)
+    return Runner(backend, pool, model, nan_safe="nan_safe" in backend.capabilities().features)
 
 
 def _device_ops(backend: AttentionBackend, vocab_size: int) -> DeviceOps | None:
@@ -274,7 +290,7 @@ def _pool_spec(config: EngineConfig, choice: Choice, layers: tuple[LayerSpec, ..
     )
 
 
-def _plan(
+def _request(
     config: EngineConfig,
     selected: plugins.Selected,
     backend: AttentionBackend,
@@ -282,9 +298,10 @@ def _plan(
     choice: Choice,
     spec: PoolSpec,
     weights: WeightPlan,
-) -> MemoryPlan:
+) -> MemoryRequest:
+    """What is asked of the memory, with an upper bound of the workspace."""
     tokens, rows = config.max_num_batched_tokens, config.max_num_seqs
-    request = MemoryRequest(
+    return MemoryRequest(
         num_blocks=config.num_blocks,
         kv_cache_bytes=config.kv_cache_bytes,
         fraction=config.gpu_memory_utilization,
@@ -297,11 +314,37 @@ def _plan(
         max_model_len=spec.limits.context,
     )
 
+
+def _plan(request: MemoryRequest, selected: plugins.Selected, backend: AttentionBackend, spec: PoolSpec) -> MemoryPlan:
+    """The budget by what the backend says of its memory now."""
+
     def kv_budget(fraction: float | None, reserved: int) -> int | None:
         return read_memory(lambda: backend.kv_budget(fraction, reserved), selected.name)
 
     cost = plugins.pool_cost(selected, backend, spec)
     return plan_memory(request, cost, read_memory(backend.memory, selected.name), kv_budget)
+
+
+def _plan_again(
+    request: MemoryRequest,
+    before: MemoryPlan,
+    found: Measured,
+    selected: plugins.Selected,
+    backend: AttentionBackend,
+    spec: PoolSpec,
+) -> MemoryPlan:
+    """The budget once the weights are there and the largest step has been measured; told."""
+    had = available(before.memory)
+    known = dataclasses.replace(
+        request,
+        workspace=request.workspace if found.workspace is None else found.workspace,
+        graphs=found.graphs,
+        loaded=True,
+        most_available=None if had is None else had - request.weights,
+    )
+    plan = dataclasses.replace(_plan(known, selected, backend, spec), memory=before.memory)
+    _log.info("memory budget, the largest step measured\n%s", plan.table())
+    return plan
 
 
 def _host(

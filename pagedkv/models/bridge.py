@@ -501,6 +501,7 @@ class BridgedDecoder:
         self._port = _connect(model)
         self._port.specs = config.layers
         self.sinks: Mapping[int, Tensor] = self._port.sinks
+        self.why_no_graph: str | None = "it runs through transformers, whose modules may wait for the device in a step"
 
     @classmethod
     def load(

@@ -16,15 +16,18 @@ class Decoder(Protocol):
     """A model with its weights. Not for two threads at once.
 
     `nbytes` counts the weights, `bytes_per_step` those of them that a step reads, at most; `sinks` maps a layer to its
-    learned sinks [Hq], for the backend to bind.
+    learned sinks [Hq], for the backend to bind. `why_no_graph`: one line where a forward decides on the host, or waits
+    for the device, and so cannot be recorded; else None.
     """
 
     nbytes: int
     bytes_per_step: int
     sinks: Mapping[int, Tensor]
+    why_no_graph: str | None
 
     def forward(self, ids: Tensor, positions: Tensor, attend: Attend, rows: Tensor | None = None) -> Tensor:
         """Logits [n, V] in float32 of the tokens `rows` [n] (None: all T).
 
-        ids, positions [T] int64 on the backend's device. Calls `attend` once a layer, in order.
+        ids, positions [T] int64 on the backend's device. Calls `attend` once a layer, in order. Tensors that are kept
+        from call to call stay where they are once the largest step has been run.
         """

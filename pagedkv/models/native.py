@@ -72,6 +72,7 @@ class NativeDecoder:
         max_position: int,
     ) -> None:
         self.config = config
+        self.why_no_graph: str | None = None if config.experts is None else "its experts are chosen on the host"
         self._ops = _choose_ops(config, backend, dtype)
         self._ropes = [RopeTable(rope, max_position, backend.torch_device) for rope in _ropes(config)]
         self._layers = layers
