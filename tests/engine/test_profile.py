@@ -1,4 +1,4 @@
-"""The budget after loading: the largest step by the process's own count, recordings included, whatever others do (U101)."""
+"""The budget after loading: the largest step by the process's own count, and recordings, whatever others do (U101)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ WEIGHTS, STEP = 3 * GIB, 5 << 20
 
 
 class Counting:
-    """What a device with 16 GiB says of its memory: the step takes `STEP` bytes, others take and give as `noise` says."""
+    """What a device with 16 GiB says of its memory: a step takes `STEP` bytes, others take and give as `noise` says."""
 
     def __init__(self, noise: Any = (0,)) -> None:
         self._noise, self.asked, self.resets = itertools.cycle(noise), 0, 0
