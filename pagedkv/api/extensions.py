@@ -84,7 +84,9 @@ class CanonicalKV(Protocol):
 
     First `canonical_fingerprint(group)`, 32 bytes; then, for each layer that owns bytes by ascending index, the keys
     (as cached, after rope) and the values, each in the order (KV head, token, dim), in the group's KV dtype, little
-    endian. A quantized KV dtype's scales follow the keys and values of their layer. Padding never appears.
+    endian. Behind the keys and values of a layer follow a quantized KV dtype's scales, float32, of the keys and of the
+    values: (KV head, token) where they are made at append, (KV head) where they are bound, in which case an import into
+    layers with other ones is a `ContractViolation`. Padding never appears.
     """
 
     def export(self, pool: Pool, group: int, ids: Int32, lengths: Int32) -> tuple[Event, Any]:

@@ -141,7 +141,13 @@ class LayerSpec(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupSpec(Record):
-    """Layers that share one block table. A block of the group holds `block_size` tokens of each of its layers."""
+    """Layers that share one block table. A block of the group holds `block_size` tokens of each of its layers.
+
+    `kv_dtype` with a slash is quantized, codes of a byte, then whose scale s they have (float32); x / s is rounded to the
+    nearest code, ties to even, at most the largest, and read as code * s. "int8/token_head": -127..127, s = max|x| / 127
+    of each token and KV head (1 where that is 0), made at append, kept in the block. "fp8_e4m3fn/tensor" (at most 448)
+    and "fp8_e5m2/tensor" (at most 57344): s by `bind`, 1 before. NaN is read as what is not finite.
+    """
 
     layers: tuple[LayerSpec, ...]
     block_size: int
@@ -219,7 +225,8 @@ class Capabilities(Record):
     """All that a backend instance does; whatever is not declared here is refused by the core, never tried.
 
     `dtypes` of q, k, v, out ("fp32", "bf16", "fp16"), the preferred first; `native_dtypes` are those at full speed,
-    among which `dtype="auto"` chooses (empty: all). `kv_dtypes` also as "int8/token_head", "fp8_e4m3fn/tensor".
+    among which `dtype="auto"` chooses (empty: all). `kv_dtypes` also as "int8/token_head", "fp8_e4m3fn/tensor" and
+    "fp8_e5m2/tensor", see `GroupSpec`; "auto" never chooses one of these.
     `graph_default`: whether decode steps are recorded unless the user says; `graph_context`: up to which context then.
     `block_sizes` and `head_dims` are alternatives: a size is accepted if one of them accepts it.
     `exclusions` are (pattern, reason): a combination of declared values that does not work after all. A pattern maps a

@@ -14,7 +14,9 @@ from pagedkv.checking.capabilities import undeclared
 from pagedkv.checking.guard import Guard
 from pagedkv.checking.objects import CheckedPlan, CheckedPool
 
-_SCALED = {"q_scale": "q_heads", "k_scale": "kv_heads", "v_scale": "kv_heads"}
+_SCALES = ("k_scale", "v_scale")
+_BOUND_SCALES = "/tensor"
+"""How KV dtypes end whose scales are bound; those of any other are made at append, or there are none."""
 
 
 def check_spec(guard: Guard, spec: PoolSpec, can: Capabilities) -> None:
@@ -154,20 +156,24 @@ def check_pairs(guard: Guard, pairs: Any, src: CheckedPool, dst: CheckedPool) ->
 
 def check_bound(guard: Guard, pool: CheckedPool, layer: int, params: Mapping[str, Any]) -> None:
     """Values that the layer takes, in the documented form."""
-    _, spec = pool.layers.get(layer, (None, None))
-    if spec is None:
+    group, spec = pool.layers.get(layer, (None, None))
+    if group is None or spec is None:
         raise guard.core("bind", f"the pool has no layer {layer}, it has {sorted(pool.layers)}")
     for name, value in params.items():
-        shapes = _bound_shapes(spec, name)
+        shapes = _bound_shapes(spec, pool.spec.groups[group].kv_dtype, name)
         if not shapes:
             raise guard.core("bind", f"layer {layer} takes no {name!r}")
         kind = getattr(value, "dtype", type(value).__name__)
         if not isinstance(value, np.ndarray | np.generic) or kind != "float32" or value.shape not in shapes:
             wanted = f"host float32 of shape {' or '.join(map(str, shapes))}"
             raise guard.core("bind", f"{name!r} of layer {layer} is {kind} {np.shape(value)}, must be {wanted}")
+        wrong = [float(x) for x in np.ravel(value) if name in _SCALES and not 0 < x < np.inf]
+        if wrong:
+            raise guard.core("bind", f"{name!r} of layer {layer} holds {wrong[0]}, must be finite and above 0")
 
 
-def _bound_shapes(spec: LayerSpec, name: str) -> list[tuple[int, ...]]:
+def _bound_shapes(spec: LayerSpec, kv_dtype: str, name: str) -> list[tuple[int, ...]]:
     if name in ("sinks", "alibi"):
         return [(spec.q_heads,)] if getattr(spec, name) else []
-    return [(), (getattr(spec, _SCALED[name]),)] if name in _SCALED else []
+    bound = name in _SCALES and kv_dtype.endswith(_BOUND_SCALES) and spec.kv_of is None
+    return [(), (spec.kv_heads,)] if bound else []

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from pagedkv.api import Batch, Capabilities, Event, GroupSpec, Plan, Pool
+from pagedkv.api import Batch, Capabilities, Event, GroupSpec, LayerSpec, Plan, Pool
 from pagedkv.api.extensions import Graph, GraphShape, canonical_fingerprint
 from pagedkv.api.records import Int32
 from pagedkv.checking.batch import Reach, spoil
@@ -21,7 +21,7 @@ from pagedkv.checking.results import expect, expect_none, is_bytes
 if TYPE_CHECKING:
     from pagedkv.checking.backend import CheckedBackend
 
-_ITEM = {"fp32": 4, "bf16": 2, "fp16": 2}
+_ITEM = {"fp32": 4, "bf16": 2, "fp16": 2, "int8/token_head": 1, "fp8_e4m3fn/tensor": 1, "fp8_e5m2/tensor": 1}
 _FINGERPRINT = 32
 
 
@@ -246,12 +246,9 @@ class CheckedCanonicalKV:
         return mine, spec
 
     def _check_size(self, data: Any, spec: GroupSpec, tokens: int) -> None:
-        item = _ITEM.get(spec.kv_dtype)  # scales make a quantized dtype's size its own
         fine = isinstance(data, np.ndarray) and data.dtype == "uint8" and data.ndim == 1
-        if fine and item is not None:
-            owners = [layer for layer in spec.layers if layer.kv_of is None]
-            numbers = sum(layer.kv_heads * (layer.k_dim + layer.v_dim) for layer in owners)
-            fine = len(data) == _FINGERPRINT + tokens * numbers * item
+        if fine and spec.kv_dtype in _ITEM:
+            fine = len(data) == _FINGERPRINT + sum(_bytes(layer, spec.kv_dtype, tokens) for layer in spec.layers)
         if not fine:
             what = f"export() gave {getattr(data, 'dtype', type(data).__name__)} {np.shape(data)} for {tokens} tokens"
             raise self._guard.backend("canonical bytes", what)
@@ -259,3 +256,11 @@ class CheckedCanonicalKV:
     def _check_fingerprint(self, data: Any, spec: GroupSpec) -> None:
         if data[:_FINGERPRINT].tobytes() != canonical_fingerprint(spec):
             raise self._guard.backend("canonical bytes", "the first 32 bytes are not canonical_fingerprint(group)")
+
+
+def _bytes(layer: LayerSpec, kv_dtype: str, tokens: int) -> int:
+    """What an export holds of a layer: keys, values, and their float32 scales, by token or bound."""
+    if layer.kv_of is not None:
+        return 0
+    scales = {"token_head": tokens, "tensor": 1}.get(kv_dtype.partition("/")[2], 0)
+    return layer.kv_heads * (tokens * (layer.k_dim + layer.v_dim) * _ITEM[kv_dtype] + 2 * 4 * scales)

@@ -37,7 +37,7 @@ LAWS: Mapping[str, str] = types.MappingProxyType(
         "plans alive": "a plan is used before limits.plans later plans of its group are made",
         "other instance": "pools, plans and events are used with the instance that made them",
         "use after close": "nothing is used after its close but close itself",
-        "bind": "bound values are those the layer declares, host float32, of the documented shapes",
+        "bind": "bound values are those of the layer and its KV dtype, host float32, of their shapes, scales above 0",
         "unbound": "a layer's sinks and alibi are bound before its first attention",
         "copy_blocks": "pairs are int32 [N, 2] in range, destinations distinct, not 0, no id on both sides in a pool",
         "wait": "whoever reads a copy's destination or writes its source or destination waits for its event first",

@@ -27,12 +27,12 @@ LEVELS: Mapping[str, str] = {
     "lse": "the log of each softmax denominator",
     "collectives": "two ranks reduce, gather and broadcast",
     "engine": "a whole model generates the expected tokens",
-    "quantized_kv": "a quantized cache",
+    "quantized_kv": "a quantized cache: codes, scales, and scales with their blocks",
     "mla": "latent attention",
 }
 """Level -> what it says. A level is reached only if it has cases, all passed, and none was skipped."""
 
-COMING = ("quantized_kv", "mla")
+COMING = ("mla",)
 """Levels whose cases are not written yet."""
 
 UNDER_DECLARED = "under_declared"

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from pagedkv.api import AttentionBackend, Capabilities, GroupSpec, LayerSpec, Limits, PoolSpec, World, needs
-from pagedkv.conformance.lattice import HEAD_DIMS, sizes
+from pagedkv.conformance.lattice import HEAD_DIMS, PLAIN, sizes
 from pagedkv.conformance.rig import Rig
 from pagedkv.conformance.subject import Subject
 from pagedkv.core.negotiation import accepts
@@ -62,8 +62,9 @@ class Kit:
 
     @property
     def kv_dtype(self) -> str:
-        """That of the keys and values themselves where it is declared; else the first."""
-        return self.dtype if self.dtype in self.can.kv_dtypes else self.can.kv_dtypes[0]
+        """That of the keys and values themselves where it is declared; else the first, one that is not quantized."""
+        plain = [name for name in self.can.kv_dtypes if name in PLAIN]
+        return self.dtype if self.dtype in plain else (plain or self.can.kv_dtypes)[0]
 
     @property
     def block_size(self) -> int:

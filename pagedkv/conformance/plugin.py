@@ -22,7 +22,7 @@ from pagedkv import __version__
 from pagedkv.api.errors import PagedKVError
 from pagedkv.conformance.certificate import COMING, UNDER_DECLARED, Case, Certificate, Outcome
 from pagedkv.conformance.kit import Kit
-from pagedkv.conformance.lattice import points
+from pagedkv.conformance.lattice import PLAIN, points
 from pagedkv.conformance.machine import surroundings
 from pagedkv.conformance.subject import Subject
 from pagedkv.plugins.probing import capabilities_to_json
@@ -224,6 +224,7 @@ def declared(subject: Subject) -> tuple[str, ...]:
         "canonical_kv": "canonical_kv" in can.extensions,
         "lse": "lse" in can.features,
         "collectives": bool(can.collectives),
+        "quantized_kv": any(name not in PLAIN for name in can.kv_dtypes),
     }
     called_for = [name for name, there in optional.items() if there]
     return tuple(level for level in ("core", "copy", *called_for, "engine") if level not in COMING)

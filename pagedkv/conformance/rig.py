@@ -15,11 +15,16 @@ import numpy as np
 import torch
 
 from pagedkv.api import AttentionBackend, Batch, Event, GroupSpec, LayerSpec, PoolSpec
+from pagedkv.conformance import quantized
 from pagedkv.conformance.oracle import Floats, attention
+from pagedkv.conformance.quantized import FLOAT8, QUANTIZED, SCALES, Float32
 
 TORCH = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 TOLERANCE = {"fp32": 1e-5, "fp16": 2e-3, "bf16": 2e-2}
-"""Largest absolute error for inputs of unit size: a few roundings of the coarser of dtype and KV dtype."""
+"""Largest absolute error for inputs of unit size: a few roundings of the coarser of dtype and KV dtype.
+
+What a quantized cache loses is no error: the oracle reads the same codes and scales.
+"""
 
 
 QKV = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -55,6 +60,7 @@ class Seq:
                 _, k, v = self.qkv(self._rig.layer(layer.kv_of))
             else:
                 k, v = random(n, layer.kv_heads, layer.k_dim), random(n, layer.kv_heads, layer.v_dim)
+                k, v = self._rig.settled(layer, "k_scale", k), self._rig.settled(layer, "v_scale", v)
             if self._prefix is not None:
                 seq, shared = self._prefix
                 q, k, v = (
@@ -83,6 +89,7 @@ class Rig:
         self.pool = backend.alloc_pool(spec)
         self.free = [int(i) for i in self.rng.permutation(np.arange(1, spec.num_blocks))]
         self.bound: dict[int, dict[str, np.ndarray]] = {}
+        self.scales: dict[int, dict[str, np.ndarray]] = {}
 
     def close(self) -> None:
         """Give the pool back."""
@@ -118,9 +125,32 @@ class Rig:
         event.join()
         return np.array(array, np.float64)
 
-    def stored(self, values: torch.Tensor) -> Floats:
-        """Keys or values as the pool's KV dtype rounds them."""
-        return np.asarray(values.to(TORCH[self.group.kv_dtype]).double().numpy())
+    def stored(self, layer: LayerSpec, name: str, values: torch.Tensor) -> Floats:
+        """A layer's keys (name "k_scale") or values ("v_scale") as the group's KV dtype gives them back."""
+        kv_dtype = self.group.kv_dtype
+        if kv_dtype not in QUANTIZED:
+            return np.asarray(values.to(TORCH[kv_dtype]).double().numpy())
+        numbers, scale = values.float().numpy(), self.scale(layer, name, values)
+        return quantized.decoded(kv_dtype, quantized.codes(kv_dtype, numbers, scale), scale)
+
+    def scale(self, layer: LayerSpec, name: str, values: torch.Tensor) -> Float32:
+        """The scales [length, kv_heads] of quantized keys ("k_scale") or values ("v_scale") [length, kv_heads, dim]."""
+        if self.group.kv_dtype not in FLOAT8:
+            return quantized.token_scales(values.float().numpy())
+        owner = layer.index if layer.kv_of is None else layer.kv_of
+        bound = self.scales.get(owner, {}).get(name, np.float32(1))
+        return np.broadcast_to(np.asarray(bound, np.float32), values.shape[:2])
+
+    def settled(self, layer: LayerSpec, name: str, values: torch.Tensor) -> torch.Tensor:
+        """The numbers, smaller where their codes would hang on the last bit of a division."""
+        kv_dtype = self.group.kv_dtype
+        while kv_dtype in QUANTIZED and len(values):
+            scale = self.scale(layer, name, values)
+            unsettled = torch.from_numpy(quantized.unsettled(kv_dtype, values.float().numpy(), scale))
+            if not unsettled.any():
+                break
+            values = torch.where(unsettled, values * 0.97, values).to(values.dtype)
+        return values
 
     def sequence(self, length: int, blocks: Sequence[int] | None = None) -> Seq:
         """A sequence of random content in fresh blocks (or in `blocks`); nothing is written yet."""
@@ -140,13 +170,24 @@ class Rig:
         return other
 
     def bind(self, layer: LayerSpec, seed: int = 7) -> None:
-        """Bind random sinks and slopes to a layer that has them."""
+        """Bind random sinks, slopes and scales to a layer that has them."""
         rng = np.random.default_rng(seed + layer.index)
+        if self._kv_dtype(layer) in FLOAT8 and layer.kv_of is None:
+            self.bind_scales(layer, {name: rng.uniform(0.02, 0.1, layer.kv_heads) for name in SCALES})
         wanted = [name for name in ("sinks", "alibi") if getattr(layer, name)]
         params = {name: rng.uniform(0.05, 1.0, layer.q_heads).astype(np.float32) for name in wanted}
         if params:
             self.backend.bind(self.pool, layer.index, params)
             self.bound[layer.index] = params
+
+    def bind_scales(self, layer: LayerSpec, scales: Mapping[str, Any]) -> None:
+        """Bind scales, scalar or [kv_heads], to a layer of an 8-bit float cache."""
+        given = {name: np.asarray(values, np.float32) for name, values in scales.items()}
+        self.backend.bind(self.pool, layer.index, given)
+        self.scales.setdefault(layer.index, {}).update(given)
+
+    def _kv_dtype(self, layer: LayerSpec) -> str:
+        return next(group.kv_dtype for group in self.spec.groups if layer in group.layers)
 
     # -- batches -------------------------------------------------------------------------------------------------------
 
@@ -295,12 +336,13 @@ class Rig:
         q, k, v = seq.qkv(layer)
         params: Mapping[str, Any] = self.bound.get(layer.index, {})
         queries = q[context - count : context].double().numpy()
-        return attention(layer, queries, self.stored(k[:context]), self.stored(v[:context]), **params)
+        keys, values = self.stored(layer, "k_scale", k[:context]), self.stored(layer, "v_scale", v[:context])
+        return attention(layer, queries, keys, values, **params)
 
     @property
     def tolerance(self) -> float:
         """The largest absolute error allowed here."""
-        return max(TOLERANCE[self.spec.dtype], TOLERANCE[self.group.kv_dtype])
+        return max(TOLERANCE[self.spec.dtype], TOLERANCE.get(self.group.kv_dtype, 0.0))
 
 
 def _shapes(layer: LayerSpec) -> tuple[tuple[int, int], tuple[int, int], tuple[int, int]]:

@@ -14,6 +14,7 @@ from pagedkv.conformance.certificate import UNDER_DECLARED
 from pagedkv.conformance.gated import FEATURES, SAMPLES, gated_fields
 from pagedkv.conformance.kit import Kit
 from pagedkv.conformance.lattice import BLOCK_SIZES, HEAD_DIMS, sizes
+from pagedkv.conformance.quantized import QUANTIZED
 from pagedkv.conformance.refusals import refuses
 from pagedkv.conformance.rig import Rig, Row
 from pagedkv.core.negotiation import Requirements, accepts, negotiate
@@ -178,6 +179,20 @@ def test_undeclared_value(kit: Kit, name: str) -> None:
     spec, value = _wrong(kit, name)
     with refuses(UnsupportedError, f"a pool with {name}={value!r}, which is not declared", value):
         kit.backend.alloc_pool(spec).close()
+
+
+def _unquantized(kv_dtype: str) -> pytest.MarkDecorator:
+    """The mark of a case that applies where this KV dtype is not declared."""
+    return pytest.mark.applies.with_args(lambda can: kv_dtype not in can.kv_dtypes)
+
+
+@pytest.mark.law("honesty: a quantized KV dtype that is not declared is refused by name")
+@pytest.mark.parametrize("kv_dtype", [pytest.param(name, marks=_unquantized(name)) for name in QUANTIZED])
+def test_undeclared_quantized_cache(kit: Kit, kv_dtype: str) -> None:
+    with refuses(UnsupportedError, f"a pool with kv_dtype={kv_dtype!r}, which is not declared", kv_dtype):
+        kit.backend.alloc_pool(kit.spec(kv_dtype=kv_dtype)).close()
+    with refuses(UnsupportedError, f"the cost of a pool with kv_dtype={kv_dtype!r}, which is not declared", kv_dtype):
+        kit.backend.pool_cost(kit.spec(kv_dtype=kv_dtype))
 
 
 @pytest.mark.law("honesty: a refusal gives all reasons at once")

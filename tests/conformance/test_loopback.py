@@ -424,11 +424,11 @@ def test_anything_used_after_its_close_is_named() -> None:
 
 def test_u85_every_reason_is_given_at_once() -> None:
     layer = layer_spec(0, k_dim=600, kind="mla", window=0, kv_of=5, softcap=-1.0, q_heads=1)
-    spec = pool_spec(layer, layer_spec(0), block_size=0, kv_dtype="int8/token_head", dtype="fp64", placement="moon")
+    spec = pool_spec(layer, layer_spec(0), block_size=0, kv_dtype="int4/moon", dtype="fp64", placement="moon")
     with pytest.raises(UnsupportedError) as caught:
         loopback().alloc_pool(dataclasses.replace(spec, features=frozenset({"mind_reading"})))
     text = "\n".join(caught.value.reasons)
-    words = ("block size 0", "k_dim 600", "'mla'", "window 0", "kv_of 5", "int8/token_head", "'fp64'", "'moon'")
+    words = ("block size 0", "k_dim 600", "'mla'", "window 0", "kv_of 5", "int4/moon", "'fp64'", "'moon'")
     assert [word for word in (*words, "softcap -1.0", "cannot share", "mind_reading", "stands 2 times") if word in text]
     assert len(caught.value.reasons) == 12
 

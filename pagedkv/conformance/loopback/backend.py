@@ -35,7 +35,9 @@ from pagedkv.conformance.loopback.graph import LoopbackGraphs
 from pagedkv.conformance.loopback.linear import Linear
 from pagedkv.conformance.loopback.plans import LoopbackPlan, Staged
 from pagedkv.conformance.loopback.pool import (
+    INT8_LARGEST,
     POISON,
+    SCALED_BY_TOKEN,
     Array,
     Floats,
     Layer,
@@ -95,12 +97,19 @@ class LoopbackBackend(AttentionBackend):
         return MemoryInfo.of(free=self._free(), total=self._memory_total, reclaimable=0, unified=False)
 
     def bind(self, pool: Pool, layer: int, params: Mapping[str, Any]) -> None:
-        """Sinks and ALiBi slopes, each float32 [q_heads]. The addresses stay, so recordings see the new values."""
+        """Sinks and ALiBi slopes, each float32 [q_heads], and scales. The addresses stay, so recordings see them."""
         self._begin()
         found = self._mine(pool)._layer(layer)
         self._refuse(checks.reasons_against_params(found, params))
         for name, values in params.items():
             found.bound[name] = np.array(values, np.float32)
+        for scale, name in ((found.k_scale, "k_scale"), (found.v_scale, "v_scale")):
+            if scale is not None and name in params:
+                self._bind_scale(scale, found.bound[name])
+
+    def _bind_scale(self, scale: Array, values: Array) -> None:
+        """In its turn: an append that was enqueued before divides by the scale from before."""
+        self._queues.compute(lambda: np.copyto(scale, values))
 
     # -- plan ----------------------------------------------------------------------------------------------------------
 
@@ -215,9 +224,24 @@ class LoopbackBackend(AttentionBackend):
     def _append(self, layer: Layer, slots: Array, keys: Array, values: Array) -> None:
         """Write row i of keys, values [A, kv_heads, dim] to slots[i]."""
         kept = np.flatnonzero(slots >= 0)
-        block, offset = np.divmod(slots[kept], layer.keys.shape[1])
-        layer.keys[block, offset] = self._to_stored(keys[kept], layer.kv_dtype)
-        layer.values[block, offset] = self._to_stored(values[kept], layer.kv_dtype)
+        at = np.divmod(slots[kept], layer.keys.shape[1])
+        for (cache, scale), rows in zip(layer.halves(), (keys[kept], values[kept]), strict=True):
+            cache[at] = self._to_stored(self._scaled(rows, layer.kv_dtype, scale, at), layer.kv_dtype)
+
+    def _scaled(self, rows: Array, kv_dtype: str, scale: Array | None, at: tuple[Array, Array]) -> Array:
+        """Rows [A, kv_heads, dim] over their scales, which are made and stored here where each token has its own."""
+        if scale is None:
+            return rows
+        used = scale
+        if kv_dtype in SCALED_BY_TOKEN:
+            used = scale[at] = self._token_scales(rows)
+        with np.errstate(invalid="ignore", over="ignore"):  # what is not finite is stored as such, not reported
+            return np.asarray(rows / used[..., None], np.float32)
+
+    def _token_scales(self, rows: Array) -> Array:
+        """float32 [A, kv_heads]: the largest number of a token and head over that of int8, 1 where all are zero."""
+        scales = np.abs(rows).max(-1) / np.float32(INT8_LARGEST)
+        return np.where(scales == 0, np.float32(1), scales)
 
     def _to_stored(self, values: Array, kv_dtype: str) -> Array:
         return to_stored(values, kv_dtype)
@@ -262,9 +286,17 @@ class LoopbackBackend(AttentionBackend):
     def _gather(self, layer: Layer, table: Int32, context: int) -> tuple[Floats, Floats]:
         """Keys and values of the blocks of a context, [tokens, kv_heads, dim]: whole blocks, as stored."""
         blocks = table[: -(-context // layer.keys.shape[1])]
-        read = (from_stored(cache[blocks], layer.kv_dtype) for cache in (layer.keys, layer.values))
+        read = (self._read(cache, scale, layer.kv_dtype, blocks) for cache, scale in layer.halves())
         keys, values = (cache.reshape(-1, *cache.shape[2:]) for cache in read)
         return keys, values
+
+    def _read(self, cache: Array, scale: Array | None, kv_dtype: str, blocks: Int32) -> Floats:
+        """The numbers of blocks [n, block_size, kv_heads, dim]."""
+        numbers = from_stored(cache[blocks], kv_dtype)
+        if scale is None:
+            return numbers
+        used = scale[blocks] if kv_dtype in SCALED_BY_TOKEN else scale
+        return numbers * used[..., None].astype(np.float64)
 
     def _attend_token(
         self, layer: Layer, q: Floats, keys: Floats, values: Floats, distances: Array

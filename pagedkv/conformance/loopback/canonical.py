@@ -46,6 +46,9 @@ class LoopbackCanonicalKV:
     def _write(self, pool: LoopbackPool, group: int, where: _Where, data: Array) -> None:
         start = 0
         for cache in _caches(pool, group):
+            if cache.ndim == 1:  # bound scales, found equal before
+                start += cache.nbytes
+                continue
             shape = (cache.shape[2], len(where[0]), cache.shape[3])
             size = cache.dtype.itemsize * int(np.prod(shape))
             part = data[start : start + size].view(cache.dtype.newbyteorder("<")).reshape(shape)
@@ -58,6 +61,16 @@ class LoopbackCanonicalKV:
             raise ContractViolation(f"these tokens take {size} bytes, got {len(given)}", law="canonical_kv")
         if given[:FINGERPRINT_BYTES].tobytes() != canonical_fingerprint(pool.spec.groups[group]):
             raise ContractViolation("the bytes come from other layers or another KV dtype", law="canonical_kv")
+        self._check_scales(given[FINGERPRINT_BYTES:], pool, group, where)
+
+    def _check_scales(self, given: Array, pool: LoopbackPool, group: int, where: _Where) -> None:
+        """Codes under other bound scales are other numbers."""
+        start, bound = 0, _bound_scales(pool, group)
+        for part in _parts(pool, group, where):
+            mine = part.ndim == 1 and _little(next(bound)).tobytes()
+            if mine and given[start : start + part.nbytes].tobytes() != mine:
+                raise ContractViolation("the bytes come from layers with other scales bound", law="canonical_kv")
+            start += part.nbytes
 
     def _where(self, pool: Pool, group: int, ids: Int32, lengths: Int32, *, first: int) -> tuple[LoopbackPool, _Where]:
         """The pool, and (block, offset) of each token; ids from `first` on, distinct where they are written."""
@@ -81,15 +94,30 @@ _Where = tuple[Array, Array]
 
 
 def _caches(pool: LoopbackPool, group: int) -> Iterator[Array]:
-    """Keys and values [num_blocks, block_size, kv_heads, dim] of each layer that owns bytes, by ascending index."""
+    """Keys, values and scales of each layer that owns bytes, by ascending index.
+
+    What lies in the blocks is [num_blocks, block_size, kv_heads, dim], with dim 1 for scales; bound scales are
+    [kv_heads].
+    """
     for index in sorted(layer.index for layer in pool.spec.groups[group].layers if layer.kv_of is None):
         layer = pool._layer(index)
         yield from (layer.keys, layer.values)
+        for scale in (layer.k_scale, layer.v_scale):
+            if scale is not None:
+                yield scale if scale.ndim == 1 else scale[..., None]
+
+
+def _bound_scales(pool: LoopbackPool, group: int) -> Iterator[Array]:
+    """Those of keys and values of each layer that owns bytes, as bound last, by ascending index: [kv_heads]."""
+    for index in sorted(layer.index for layer in pool.spec.groups[group].layers if layer.kv_of is None):
+        layer = pool._layer(index)
+        for name in ("k_scale", "v_scale"):
+            yield np.broadcast_to(layer.bound.get(name, np.float32(1)), layer.spec.kv_heads)
 
 
 def _parts(pool: LoopbackPool, group: int, where: _Where) -> Iterator[Array]:
-    """Each cache's tokens as [kv_heads, tokens, dim]."""
-    return (cache[where].transpose(1, 0, 2) for cache in _caches(pool, group))
+    """Each cache's tokens as [kv_heads, tokens, dim], and bound scales."""
+    return (cache if cache.ndim == 1 else cache[where].transpose(1, 0, 2) for cache in _caches(pool, group))
 
 
 def _read(data: Any) -> Array:

@@ -10,7 +10,9 @@ import numpy as np
 import torch
 
 from pagedkv.api import Batch, Capabilities, ContractViolation, GroupSpec, LayerSpec, PoolSpec, needs
-from pagedkv.conformance.loopback.pool import TORCH, Layer, LoopbackPool
+from pagedkv.conformance.loopback.pool import SCALED_BY_TENSOR, TORCH, Layer, LoopbackPool
+
+SCALES = ("k_scale", "v_scale")
 
 # -- pools -------------------------------------------------------------------------------------------------------------
 
@@ -199,8 +201,20 @@ def reasons_against_params(layer: Layer, params: Mapping[str, Any]) -> list[str]
     """What is wrong with values to bind."""
     found = []
     for name, values in params.items():
-        if name not in ("sinks", "alibi") or not getattr(layer.spec, name):
+        shapes = _param_shapes(layer, name)
+        if not shapes:
             found.append(f"layer {layer.spec.index} takes no {name!r}")
-        elif np.shape(values) != (layer.spec.q_heads,):
-            found.append(f"{name!r} must have shape ({layer.spec.q_heads},), got {np.shape(values)}")
+        elif np.shape(values) not in shapes:
+            found.append(f"{name!r} must have shape {' or '.join(map(str, shapes))}, got {np.shape(values)}")
+        elif name in SCALES and not (np.isfinite(values).all() and (np.asarray(values) > 0).all()):
+            found.append(f"{name!r} must be finite and above 0")
     return found
+
+
+def _param_shapes(layer: Layer, name: str) -> list[tuple[int, ...]]:
+    """The shapes of such a value; none where the layer takes none."""
+    spec = layer.spec
+    if name in ("sinks", "alibi"):
+        return [(spec.q_heads,)] if getattr(spec, name) else []
+    bound = name in SCALES and layer.kv_dtype in SCALED_BY_TENSOR and spec.kv_of is None
+    return [(), (spec.kv_heads,)] if bound else []

@@ -62,7 +62,7 @@ class LoopbackDescriptor(Descriptor):
     def describe(self, device: DeviceInfo) -> Capabilities:
         return Capabilities.of(
             dtypes=("fp32", "bf16", "fp16"),
-            kv_dtypes=("fp32", "bf16", "fp16"),
+            kv_dtypes=("fp32", "bf16", "fp16", "int8/token_head", "fp8_e4m3fn/tensor", "fp8_e5m2/tensor"),
             block_sizes=((1, 1, 4096),),
             head_dims=((1, 1, 512),),
             preferred_block_size=16,
