@@ -24,12 +24,15 @@ def main(asked: dict[str, Any]) -> dict[str, Any]:
     for name in ("numpy", "pagedkv.api"):  # what any descriptor may import, so that it does not count
         importlib.import_module(name)
     import pagedkv.plugins  # noqa: F401 - the loader's own imports do not count either
+    from pagedkv.api import Descriptor
 
     module, _, attribute = asked["target"].partition(":")
     before, variables, start = set(sys.modules), dict(os.environ), time.perf_counter()
     target = getattr(importlib.import_module(module), attribute)
     import_ms = 1e3 * (time.perf_counter() - start)
-    imported = foreign(set(sys.modules) - before, module)
+    lineage = (target if isinstance(target, type) else type(target)).__mro__
+    extended = [cls.__module__ for cls in lineage if issubclass(cls, Descriptor)]
+    imported = foreign(set(sys.modules) - before, [module, *extended])
     return {"import_ms": import_ms, "imported": imported, **probe(target, before), "environment": changed(variables)}
 
 
@@ -53,19 +56,27 @@ def probe(target: Any, before: set[str]) -> dict[str, Any]:
     return {"probe_ms": probe_ms, "indices": indices, "raised": raised, "devices": seen, "frameworks": frameworks}
 
 
-def foreign(names: set[str], module: str) -> list[str]:
-    """Those of the loaded modules that are neither the standard library's, the contract's, nor the plugin's own."""
-    top = module.partition(".")[0]
-    own = module.rpartition(".")[0] if top == "pagedkv" else top
-    parents = {own[: dot.start()] for dot in re.finditer(r"\.", own)}
+def foreign(names: set[str], modules: list[str]) -> list[str]:
+    """Those of the loaded modules that are neither the standard library's, the contract's, nor the plugin's own.
+
+    `modules`: the descriptor's, and those of the descriptors that it extends; their packages are its own.
+    """
+    own = {package(module) for module in modules}
+    parents = {one[: dot.start()] for one in own for dot in re.finditer(r"\.", one)}
     return sorted(
         name
         for name in names
         if name.partition(".")[0] not in sys.stdlib_module_names
         and not name.startswith(("_sysconfigdata", "numpy."))
-        and not any(name == mine or name.startswith(f"{mine}.") for mine in (own, "pagedkv.api"))
+        and not any(name == mine or name.startswith(f"{mine}.") for mine in (*own, "pagedkv.api"))
         and name not in parents
     )
+
+
+def package(module: str) -> str:
+    """The top package of a descriptor's module, or the innermost one where it is inside of pagedkv."""
+    top = module.partition(".")[0]
+    return module.rpartition(".")[0] if top == "pagedkv" else top
 
 
 def changed(variables: dict[str, str]) -> list[str]:

@@ -97,6 +97,19 @@ def test_the_child_finds_every_broken_law(tmp_path):
         assert found["devices"] == ["/dev/full"]
 
 
+def test_the_package_of_a_descriptor_that_is_extended_counts_as_the_plugins_own(tmp_path):
+    (tmp_path / "base_backend.py").write_text("from pagedkv.api import Descriptor\nclass Base(Descriptor): pass\n")
+    (tmp_path / "mixed_in.py").write_text("class Other: pass\n")
+    extends = "from base_backend import Base\nfrom mixed_in import Other\nclass Like(Base, Other): pass"
+    (tmp_path / "extending.py").write_text(
+        DESCRIPTOR.format(imports=extends, probe="pass").replace("Fake:", "Fake(Like):")
+    )
+    asked = json.dumps({"target": "extending:Fake", "path": [str(tmp_path), *sys.path]})
+    done = subprocess.run([sys.executable, loading_child.__file__, asked], capture_output=True, text=True, timeout=60)
+    assert json.loads(done.stdout.splitlines()[-1])["imported"] == ["mixed_in"]
+    assert seen(tmp_path, imports="import base_backend")["imported"] == ["base_backend"]
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux shows which files are open")
 def test_the_child_finds_a_device_that_stays_open(tmp_path):
     found = seen(tmp_path, probe="sys.kept = os.dup(os.open('/dev/full', os.O_RDWR))")
