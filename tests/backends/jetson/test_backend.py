@@ -1,0 +1,209 @@
+"""The budget of a memory that everything shares: a ceiling that neither settings nor other processes lift."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pagedkv.api import BackendUnavailable, MemoryInfo, OutOfDeviceMemory, UnsupportedError, World
+from pagedkv_cuda import devices, opening
+from pagedkv_jetson import backend as module
+from pagedkv_jetson.backend import JetsonBackend, JetsonRuntime, open_backend
+from tests.backends.cuda.test_pool import spec
+from tests.backends.jetson import trees
+from tests.backends.jetson.double import Holding, double
+from tests.backends.jetson.trees import GIB
+
+MIB = 1 << 20
+RESERVE = {4: 512 * MIB, 8: 512 * MIB, 16: GIB, 64: 4 * GIB}
+"""What stays free, by the board's memory in GiB."""
+
+
+@pytest.fixture
+def backend(tmp_path: Path) -> Iterator[JetsonBackend]:
+    trees.meminfo(tmp_path, total=16 * GIB, available=12 * GIB, free=GIB)
+    made = double(tmp_path)
+    yield made
+    made.close()
+
+
+def test_what_counts_is_what_is_available(backend: JetsonBackend) -> None:
+    told = backend.memory()
+    assert (told.free, told.total, told.unified) == (12 * GIB, 16 * GIB, True)
+
+
+@pytest.mark.parametrize("total", RESERVE)
+def test_the_budget_by_hand(tmp_path: Path, total: int) -> None:
+    trees.meminfo(tmp_path, total=total * GIB, available=total * GIB // 2, free=0)
+    backend = double(tmp_path)
+    assert backend.kv_budget(None, GIB // 4) == int(0.85 * total * GIB / 2) - RESERVE[total] - GIB // 4
+    assert backend.kv_budget(0.5, 0) == max(0, total * GIB // 4 - RESERVE[total])
+    assert backend.kv_budget(1.0, 0) == total * GIB // 2 - RESERVE[total], "not even all of it reaches the reserve"
+    assert backend.kv_budget(0.01, GIB) == 0
+    backend.close()
+
+
+def test_it_is_the_same_before_and_after_the_weights_are_there(tmp_path: Path) -> None:
+    runtime, weights = Holding(), 3 * GIB
+    backend = double(tmp_path, runtime)
+    trees.meminfo(tmp_path, total=16 * GIB, available=12 * GIB, free=GIB)
+    before = backend.kv_budget(None, weights + GIB)
+    trees.meminfo(tmp_path, total=16 * GIB, available=12 * GIB - weights - 256 * MIB, free=0)
+    runtime.allocated, runtime.kept = weights, 256 * MIB
+    assert backend.kv_budget(None, GIB) == before
+    assert backend.memory().reclaimable == 256 * MIB
+
+
+def test_memory_that_the_system_does_not_tell_is_unknown(tmp_path: Path) -> None:
+    backend = double(tmp_path)
+    assert backend.kv_budget(None, 0) is None
+    assert (backend.memory().free, backend.memory().total) == (None, None)
+    assert backend.alloc_pool(spec()).num_blocks == 8
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    total=st.integers(2 * GIB, 128 * GIB),
+    available=st.floats(0, 1.2),
+    allocated=st.integers(0, 64 * GIB),
+    kept=st.integers(0, 4 * GIB),
+    fraction=st.none() | st.floats(0.01, 1.0),
+    reserved=st.integers(0, 64 * GIB),
+)
+def test_u102_no_figure_lifts_the_ceiling(
+    tmp_path_factory: pytest.TempPathFactory,
+    total: int,
+    available: float,
+    allocated: int,
+    kept: int,
+    fraction: float | None,
+    reserved: int,
+) -> None:
+    root, runtime = tmp_path_factory.mktemp("tree"), Holding()
+    runtime.allocated, runtime.kept = allocated, kept
+    trees.meminfo(root, total=total, available=int(total * available), free=0)
+    backend = double(root, runtime)
+    size = backend.kv_budget(fraction, reserved)
+    told = backend.memory()
+    assert size is not None and size >= 0
+    reserve = max(512 * MIB, told.total // 16)
+    reach = min(told.total, told.free + kept + allocated)
+    if size:
+        assert size + reserved + allocated + reserve <= reach, "the host's reserve stays"
+        assert size + reserved + allocated <= (0.85 if fraction is None else fraction) * reach, "and so does the share"
+    assert backend.kv_budget(fraction, reserved + GIB) <= size
+
+
+# -- the last guard ----------------------------------------------------------------------------------------------------
+
+
+def test_u102_an_explicit_size_that_would_take_the_hosts_reserve_is_refused(tmp_path: Path) -> None:
+    backend = double(tmp_path)
+    trees.meminfo(tmp_path, total=8 * GIB, available=GIB, free=0)
+    blocks = -(-512 * MIB // backend.pool_cost(spec()).per_block)
+    with pytest.raises(OutOfDeviceMemory) as raised:
+        backend.alloc_pool(dataclasses.replace(spec(), num_blocks=blocks + 1))
+    said = str(raised.value)
+    assert "1024 MiB of 8192 MiB are available now, and 512 MiB stay free for the system" in said
+    assert raised.value.free == 512 * MIB and raised.value.requested > 512 * MIB
+    assert backend.alloc_pool(spec()).num_blocks == 8, "the instance stays usable"
+
+
+def test_u106_there_is_no_host_memory_beside_it(backend: JetsonBackend) -> None:
+    with pytest.raises(UnsupportedError, match="placement"):
+        backend.alloc_pool(dataclasses.replace(spec(), placement="host"))
+
+
+def test_graphs_are_there_for_who_asks(backend: JetsonBackend) -> None:
+    assert backend.extension("graph") is not None
+    assert (backend.capabilities().graph_default, backend.capabilities().graph_context) == (False, 1024)
+
+
+# -- opening -----------------------------------------------------------------------------------------------------------
+
+
+class FakeCuda(SimpleNamespace):
+    """torch.cuda of a board; asking the driver for memory is an error of the test."""
+
+    def mem_get_info(self, index: int) -> tuple[int, int]:
+        raise AssertionError("the driver's figures of memory are not to be asked for")
+
+
+def fake_cuda(monkeypatch: pytest.MonkeyPatch, *, built: tuple[str, ...] = ("sm_87",), integrated: int = 1) -> None:
+    cuda = FakeCuda(
+        is_available=lambda: True,
+        device_count=lambda: 1,
+        get_arch_list=lambda: list(built),
+        get_device_properties=lambda index: SimpleNamespace(uuid="0", is_integrated=integrated),
+        get_device_name=lambda index: "Orin",
+        memory_allocated=lambda index: 2 * GIB,
+        memory_reserved=lambda index: 3 * GIB,
+        max_memory_allocated=lambda index: 5 * GIB,
+    )
+    monkeypatch.setattr(module.torch, "cuda", cuda)
+    monkeypatch.setattr("pagedkv_cuda.runtime._cuda", SimpleNamespace(Stream=lambda index: None))
+    monkeypatch.setattr(devices, "is_tegra", lambda: True)
+
+
+def opened(root: Path) -> JetsonBackend:
+    made = open_backend(
+        "",
+        0,
+        (8, 7),
+        double(root).capabilities(),
+        root=root,
+        wheels="a torch for this board comes from the shelf",
+        kernels="torch",
+        world=World(),
+        longest_captured=None,
+    )
+    assert isinstance(made, JetsonBackend)
+    return made
+
+
+@pytest.mark.parametrize("built", [("sm_80", "sm_86", "sm_89"), ("sm_80", "sm_90a", "sm_121a"), ()])
+def test_u104_a_torch_without_code_for_the_board_is_said_at_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, built: tuple[str, ...]
+) -> None:
+    fake_cuda(monkeypatch, built=built)
+    with pytest.raises(BackendUnavailable) as raised:
+        opened(tmp_path)
+    said = str(raised.value)
+    assert "none of that runs on compute capability 8.7" in said and "sm_87" in said and "choose backend cpu" in said
+    assert said.endswith("; a torch for this board comes from the shelf")
+
+
+@pytest.mark.parametrize("built", [("sm_87",), ("sm_80", "sm_87", "sm_90"), ("compute_80",)])
+def test_u104_a_torch_with_code_for_it_opens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, built: tuple[str, ...]
+) -> None:
+    fake_cuda(monkeypatch, built=built)
+    backend = opened(tmp_path)
+    assert isinstance(backend._runtime, JetsonRuntime)
+
+
+def test_u99_torchs_own_count_is_taken_and_the_driver_is_not_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake_cuda(monkeypatch)
+    told = JetsonRuntime(0).memory()
+    assert told == MemoryInfo(reclaimable=GIB, allocated=2 * GIB, peak=5 * GIB, unified=True)
+
+
+def test_u99_a_gpu_with_memory_of_its_own_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_cuda(monkeypatch, integrated=0)
+    with pytest.raises(BackendUnavailable, match="Orin has memory of its own"):
+        opened(tmp_path)
+
+
+def test_a_torch_that_sees_no_gpu_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_cuda(monkeypatch)
+    monkeypatch.setattr(opening.torch.cuda, "is_available", lambda: False)
+    with pytest.raises(BackendUnavailable, match=r"sees no GPU .*; a torch for this board comes from the shelf"):
+        opened(tmp_path)
