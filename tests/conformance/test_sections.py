@@ -98,7 +98,9 @@ def test_the_child_finds_every_broken_law(tmp_path):
 
 
 def test_the_package_of_a_descriptor_that_is_extended_counts_as_the_plugins_own(tmp_path):
-    (tmp_path / "base_backend.py").write_text("from pagedkv.api import Descriptor\nclass Base(Descriptor): pass\n")
+    (tmp_path / "base_backend.py").write_text(
+        "from pagedkv.api import Descriptor\nclass Base(Descriptor): create = None\n"
+    )
     (tmp_path / "mixed_in.py").write_text("class Other: pass\n")
     extends = "from base_backend import Base\nfrom mixed_in import Other\nclass Like(Base, Other): pass"
     (tmp_path / "extending.py").write_text(
