@@ -69,7 +69,8 @@ class Certificate:
     """The result of one run. `declared` are the levels that the backend's capabilities call for.
 
     `complete`: no case was left out by the caller's choice (`-k` and the like). `machine` and `capabilities` hold
-    plain JSON values. `date` is the day in UTC. `coming` are the levels for which that kit had no cases yet.
+    plain JSON values. `date` is the day in UTC. `coming` are the levels for which that kit had no cases yet. `note`
+    says what the run was not made on, and what in its place: the verdicts are those of what was run.
     """
 
     backend: str
@@ -86,6 +87,7 @@ class Certificate:
     complete: bool
     cases: tuple[Case, ...]
     coming: tuple[str, ...] = COMING
+    note: str = ""
     format: int = FORMAT
 
     def verdict(self, level: str) -> Verdict:
@@ -211,7 +213,7 @@ def _case(group: Mapping[str, Any], values: Mapping[str, Any]) -> Case:
 
 def _check(made: Certificate, values: Mapping[str, Any]) -> None:
     """Types of what is read from it, and that the verdicts written beside are those of its cases."""
-    texts = ("backend", "distribution", "version", "pagedkv", "device", "date")
+    texts = ("backend", "distribution", "version", "pagedkv", "device", "date", "note")
     wrong = [name for name in texts if not isinstance(getattr(made, name), str)]
     wrong += [name for name in ("options", "machine", "capabilities") if not isinstance(getattr(made, name), dict)]
     wrong += [] if isinstance(made.complete, bool) else ["complete"]

@@ -15,7 +15,7 @@ import click
 from pagedkv.api import Capabilities
 from pagedkv.api.errors import ConfigError, PagedKVError
 from pagedkv.conformance.certificate import LEVELS, Certificate, read_all
-from pagedkv.conformance.report import headline, table
+from pagedkv.conformance.report import counted, table
 from pagedkv.plugins.probing import capabilities_from_json
 
 HEAD = """\
@@ -23,7 +23,8 @@ HEAD = """\
 
 Made by `make support` from the certificates in [certificates/](certificates/): each is the result of one run of the
 conformance kit on the machine it names. `make certify` makes the certificates of the backends that come with this
-repository anew. Nothing here is written by hand, and a backend without a certificate has no column."""
+repository anew. Nothing here is written by hand, and a backend without a certificate has no column. What a run was not
+made on stands in its note, and a level that it reached so is marked with an asterisk."""
 
 YES, NO = "yes", "-"
 
@@ -40,7 +41,7 @@ def matrix(certificates: Sequence[Certificate]) -> str:
     able = [capabilities_from_json(made.capabilities) for made in certificates]
     sections = {
         "Certificates": _certificates(certificates),
-        "Levels": [(level, *(made.verdict(level) for made in certificates)) for level in LEVELS],
+        "Levels": [(level, *(_verdict(made, level) for made in certificates)) for level in LEVELS],
         "Sizes and types": _sizes(able),
         "Features": _each(able, lambda can: can.features),
         "Extensions": _extensions(able),
@@ -51,14 +52,21 @@ def matrix(certificates: Sequence[Certificate]) -> str:
     return "\n\n".join([HEAD, *bodies, *_exclusions(certificates, able)]) + "\n"
 
 
+def _verdict(made: Certificate, level: str) -> str:
+    verdict = made.verdict(level)
+    return f"{verdict}*" if made.note and verdict == "reached" else verdict
+
+
 def _certificates(certificates: Sequence[Certificate]) -> list[Row]:
     def row(name: str, value: Callable[[Certificate], str]) -> Row:
         return (name, *(value(made) for made in certificates))
 
+    notes = [row("note", lambda made: made.note or NO)] if any(made.note for made in certificates) else []
     return [
+        *notes,
         row("distribution", lambda made: f"{made.distribution} {made.version}"),
         row("contract", lambda made: "{}.{}".format(*made.api)),
-        row("result", headline),
+        row("result", counted),
         row("device", lambda made: made.device),
         row("machine", lambda made: f"{made.machine.get('processor')}, {made.machine.get('machine')}"),
         row("kit", lambda made: f"pagedkv {made.pagedkv}"),

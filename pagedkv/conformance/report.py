@@ -24,6 +24,11 @@ def title(made: Certificate) -> str:
 
 
 def headline(made: Certificate) -> str:
+    """The result, how many cases it rests on, and the note."""
+    return counted(made) + (f", {made.note}" if made.note else "")
+
+
+def counted(made: Certificate) -> str:
     """The result, and how many cases it rests on."""
     counts = ", ".join(f"{count} {outcome}" for outcome, count in outcomes(made.cases).items() if count)
     partial = "" if made.complete else "; cases were left out, so no level is reached"
@@ -48,6 +53,7 @@ def identity(made: Certificate) -> list[tuple[str, str]]:
         ("machine", f"{machine.get('processor', '?')}, {machine.get('system', '?')} {machine.get('machine', '?')}"),
         ("versions", versions or "?"),
         ("day", made.date),
+        *([("note", made.note)] if made.note else []),
     ]
     return rows + ([("checked", "yes: every call went through the law checker")] if machine.get("checked") else [])
 

@@ -9,6 +9,7 @@ import pytest
 from pagedkv.api.errors import ConfigError
 from pagedkv.conformance import matrix
 from pagedkv.conformance.certificate import read_all
+from pagedkv.conformance.report import headline
 from tests.conformance.certificates import case, certificate
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -43,6 +44,16 @@ def test_rows_are_what_the_backends_declare_and_reach():
         "| mine | dtype bf16, head\\_dim 8 to 64 in steps of 8, feature window | no kernel \\| yet |",
     ):
         assert line in lines, line
+
+
+def test_what_a_run_was_not_made_on_stands_beside_every_level_it_reached():
+    noted = certificate(backend="noted", note="not run on a card: a stand-in took its place")
+    lines = matrix.matrix([certificate(), noted]).splitlines()
+    assert "| note | - | not run on a card: a stand-in took its place |" in lines
+    assert "| core | reached | reached\\* |" in lines and "| graph | not declared | not declared |" in lines
+    assert "| result | passed (2 passed) | passed (2 passed) |" in lines
+    assert headline(noted) == "passed (2 passed), not run on a card: a stand-in took its place"
+    assert not any(line.startswith("| note") for line in matrix.matrix([certificate()]).splitlines())
 
 
 def test_a_feature_of_one_backend_is_a_no_of_the_other():

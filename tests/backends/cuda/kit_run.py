@@ -1,20 +1,31 @@
-"""Runs the conformance kit on a double of the CUDA backend, in a process of its own: `python kit_run.py NAME [-k ...]`.
+"""Runs the conformance kit on a double of the CUDA backend, in a process of its own.
 
-Prints, as JSON, how many cases passed and what each other one said.
+    python kit_run.py NAME [-k EXPR] [--seed N] [--certificate FILE]
+
+Prints, as JSON, how many cases passed and what each other one said. The certificate is one of the backend `cuda` with a
+note of what it was not run on; docs/certificates has the one of the whole kit.
 """
 
 from __future__ import annotations
 
+import argparse
+import dataclasses
 import importlib
+import importlib.metadata
 import json
 import os
 import sys
 import tempfile
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pagedkv.conformance.certificate import Certificate
 
 ROOT = Path(__file__).resolve().parents[3]
 DISTRIBUTION = "pagedkv-cuda-doubles"
-TARGETS = {"cuda-double": "DoubleDescriptor", "cuda-interpreted": "InterpretedDescriptor"}
+TARGETS = {"cuda-double": "DOUBLE", "cuda-interpreted": "INTERPRETED"}
+NOTE = "not run on hardware: kit on the double (kernels=torch), kernels under the interpreter"
 
 
 class Silent:
@@ -43,18 +54,33 @@ def install(folder: Path) -> None:
     importlib.invalidate_caches()
 
 
-def main(name: str, select: str | None) -> None:
+def noted(made: Certificate) -> Certificate:
+    """The certificate as one of the real backend, which says what it was not run on."""
+    own = {"backend": "cuda", "distribution": "pagedkv", "version": importlib.metadata.version("pagedkv")}
+    options = {name: value for name, value in made.options.items() if name != "seed"} | {"kernels": "torch"}
+    return dataclasses.replace(made, **own, options=options, note=NOTE)
+
+
+def main(arguments: argparse.Namespace) -> None:
     from pagedkv.conformance.run import run
     from pagedkv.conformance.subject import Subject
 
     with tempfile.TemporaryDirectory() as folder:
         install(Path(folder))
-        subject = Subject(name)
-        cases = run(subject, Silent(), sys.stderr, select=select).certificate.cases
+        subject = Subject(arguments.name, options={"seed": arguments.seed})
+        made = run(subject, Silent(), sys.stderr, select=arguments.select).certificate
         subject.close()
+    if arguments.certificate is not None:
+        arguments.certificate.write_text(noted(made).to_json(), "utf-8")
+    cases = made.cases
     others = [f"{case.id} {case.outcome}: {case.message}" for case in cases if case.outcome != "passed"]
     print("\n" + json.dumps({"passed": len(cases) - len(others), "others": others}))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2] if len(sys.argv) > 2 else None)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("name", choices=TARGETS)
+    parser.add_argument("-k", dest="select")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--certificate", type=Path)
+    main(parser.parse_args())
