@@ -79,7 +79,7 @@ def nvml() -> Iterator[Any]:
     try:
         module.nvmlInit()
     except module.NVMLError as error:
-        way_out = WAYS_OUT.get(getattr(error, "value", None), INSTALL)
+        way_out = WAYS_OUT.get(getattr(error, "value", 0), INSTALL)
         raise DriverMissing(f"NVIDIA's driver does not answer ({error}): {way_out}") from error
     try:
         yield module

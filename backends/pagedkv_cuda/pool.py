@@ -184,8 +184,8 @@ def _on_device(nbytes: int, wanted: int, runtime: Runtime) -> torch.Tensor:
     if free is not None and wanted > free:
         raise OutOfDeviceMemory(
             f"the cache needs {wanted} bytes and {free} of {memory.total} are free on {runtime.torch_device}: give "
-            "fewer blocks, a smaller context or a lower memory fraction; nvidia-smi lists the processes that hold the "
-            "rest",
+            "fewer blocks, a smaller context or a lower memory fraction; the rest is held by "
+            + (runtime.holders() or "processes that nvidia-smi lists"),
             requested=wanted,
             free=free,
         )

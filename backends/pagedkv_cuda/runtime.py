@@ -28,6 +28,8 @@ _cuda: Any = torch.cuda
 Work = Callable[[], None]
 _POLL = 50e-6
 """Seconds between two looks at an event that is joined with a timeout."""
+NO_MEMORY = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "cudaErrorMemoryAllocation")
+"""What they say when an allocation was refused, which harms nothing that is there."""
 FAILURES = ("CUDA error", "CUDA driver error", "device-side assert", "NCCL", "Triton Error [CUDA]")
 """What the messages of torch and Triton say when the device itself has failed."""
 
@@ -101,6 +103,10 @@ class Runtime(ABC):
         """Let the peak in `memory` begin again."""
         return
 
+    def holders(self) -> str:
+        """Which other processes hold memory of the device, and how much, in words; "" where nobody can tell."""
+        return ""
+
     @abstractmethod
     def capture(self, work: Work) -> Recording:
         """Run `work` once and record it."""
@@ -151,27 +157,45 @@ class CudaRuntime(Runtime):
         torch.cuda.synchronize(self._index)
 
     def staging(self, nbytes: int) -> torch.Tensor:
-        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+        try:
+            return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+        except RuntimeError as error:
+            if is_failure(error):
+                raise
+            raise OutOfDeviceMemory(
+                why_not_pinned(nbytes, str(error), wsl=devices.is_wsl()), requested=nbytes
+            ) from error
 
     def host_memory(self, nbytes: int) -> HostMemory:
-        return PinnedMemory(nbytes)
+        return PinnedMemory(nbytes, self.torch_device)
 
     def memory(self) -> MemoryInfo:
-        """Free as the driver says; reclaimable is what torch keeps of freed tensors. Others count once, as not free."""
+        """Free as the driver says; reclaimable is what torch keeps of freed tensors. Others count once, as not free.
+
+        A GPU that shares the machine's memory has what the system can give, of which the driver leaves out its caches.
+        """
         free, total = torch.cuda.mem_get_info(self._index)
+        unified = bool(getattr(torch.cuda.get_device_properties(self._index), "is_integrated", False))
+        if unified:
+            free = min(total, max(free, devices.available() or 0))
+        if total <= 0:
+            free = total = None
         allocated = torch.cuda.memory_allocated(self._index)
         kept = torch.cuda.memory_reserved(self._index) - allocated
         return MemoryInfo.of(
             free=free,
             total=total,
-            reclaimable=max(0, min(kept, total - free)),
-            unified=False,
+            reclaimable=max(0, kept if total is None else min(kept, total - free)),
+            unified=unified,
             allocated=allocated,
             peak=torch.cuda.max_memory_allocated(self._index),
         )
 
     def reset_peak(self) -> None:
         torch.cuda.reset_peak_memory_stats(self._index)
+
+    def holders(self) -> str:
+        return devices.holders_of(f"GPU-{torch.cuda.get_device_properties(self._index).uuid}")
 
     def capture(self, work: Work) -> Recording:
         with self.here():
@@ -234,17 +258,29 @@ class CudaEvent(Event):
 class PinnedMemory(HostMemory):
     """Memory of the system, registered with the driver: exactly so many bytes, where torch's own rounds up."""
 
-    def __init__(self, nbytes: int) -> None:
+    def __init__(self, nbytes: int, device: str) -> None:
         super().__init__(_allocated(nbytes))
+        self._device = device
         code = _cuda.cudart().cudaHostRegister(self.tensor.data_ptr(), nbytes, 0)
         if int(code) != 0:
             super().close()
+            self._forget_error()
             raise OutOfDeviceMemory(why_not_pinned(nbytes, str(code), wsl=devices.is_wsl()), requested=nbytes)
 
     def close(self) -> None:
         if self.tensor.numel():
-            _cuda.cudart().cudaHostUnregister(self.tensor.data_ptr())
+            code = _cuda.cudart().cudaHostUnregister(self.tensor.data_ptr())
+            if int(code) != 0:
+                _log.warning("%d bytes of host memory could not be unpinned (%s)", self.tensor.nbytes, code)
+                self._forget_error()
         super().close()
+
+    def _forget_error(self) -> None:
+        """Let a small kernel take up the error that a refused call leaves behind, or the next launch would raise it."""
+        try:
+            torch.zeros(1, device=self._device).add_(1)
+        except RuntimeError as error:
+            _log.debug("taken up after a refused call: %s", error)
 
 
 def why_not_pinned(nbytes: int, cause: str, *, wsl: bool) -> str:
@@ -268,9 +304,18 @@ def _allocated(nbytes: int) -> torch.Tensor:
 
 
 def is_failure(error: BaseException) -> bool:
-    """Whether the device has failed, so that nothing on it can be trusted any more; a refused capture is no failure."""
+    """Whether the device has failed, so that nothing on it can be trusted any more.
+
+    A refused capture is no failure, and a refused allocation is none, except within a collective.
+    """
     said = str(error)
-    return isinstance(error, RuntimeError) and any(words in said for words in FAILURES) and "captur" not in said
+    harmless = "captur" in said or (is_out_of_memory(error) and "NCCL" not in said)
+    return isinstance(error, RuntimeError) and any(words in said for words in FAILURES) and not harmless
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an allocation was refused, by torch's allocator or by a library."""
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in NO_MEMORY)
 
 
 class _Here:
@@ -287,16 +332,18 @@ class _Here:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         if self._device is not None:
             self._device.__exit__(kind, error, None)
-        if isinstance(error, torch.OutOfMemoryError):
-            raise OutOfDeviceMemory(
-                f"{error}: give fewer blocks, a smaller context or a lower memory fraction"
-            ) from error
         if error is not None and is_failure(error):
             self._runtime.failure = DeviceError(
                 f"{self._runtime.torch_device} failed ({error}): start the process again, with CUDA_LAUNCH_BLOCKING=1 "
                 "to see which call it was"
             )
             raise self._runtime.failure from error
+        if error is not None and is_out_of_memory(error):
+            held = self._runtime.holders()
+            raise OutOfDeviceMemory(
+                f"{error}: give fewer blocks, a smaller context or a lower memory fraction"
+                + (f", or end what else holds memory there: {held}" if held else "")
+            ) from error
 
 
 # -- the processor in its place ----------------------------------------------------------------------------------------

@@ -94,7 +94,10 @@ class Told(HostRuntime):
 def test_a_pool_that_does_not_fit_names_sizes_and_a_way_out():
     backend = double(runtime=Told(1 << 20, 80 * GIB))
     wanted = backend.pool_cost(spec())
-    with pytest.raises(OutOfDeviceMemory, match="nvidia-smi lists the processes") as raised:
+    with pytest.raises(OutOfDeviceMemory, match="processes that nvidia-smi lists") as raised:
+        backend.alloc_pool(spec())
+    backend._runtime.holders = lambda: "process 4242 (9.0 GiB)"
+    with pytest.raises(OutOfDeviceMemory, match=r"the rest is held by process 4242 \(9.0 GiB\)"):
         backend.alloc_pool(spec())
     assert raised.value.free == 1 << 20
     assert raised.value.requested == wanted.fixed + 8 * wanted.per_block
@@ -123,34 +126,85 @@ def test_memory_that_cannot_be_pinned_is_explained():
 
 
 class Registry:
-    """CUDA's runtime as far as registering host memory goes."""
+    """CUDA's runtime as far as registering host memory goes: `codes` of the calls to come, `last`: the error kept."""
 
-    def __init__(self, code):
-        self.code, self.registered = code, {}
+    def __init__(self, *codes):
+        self.codes, self.registered, self.last = list(codes), {}, 0
 
     def cudart(self):
         return self
 
+    def _answer(self):
+        code = self.codes.pop(0) if self.codes else 0
+        self.last = code or self.last
+        return code
+
     def cudaHostRegister(self, address, nbytes, flags):
-        self.registered[address] = nbytes
-        return self.code
+        code = self._answer()
+        if code == 0:
+            self.registered[address] = nbytes
+        return code
 
     def cudaHostUnregister(self, address):
-        del self.registered[address]
+        code = self._answer()
+        if code == 0:
+            del self.registered[address]
+        return code
+
+    def launch(self, *args, **kwargs):
+        """What the next kernel finds: the error that nobody took up."""
+        code, self.last = self.last, 0
+        if code:
+            raise RuntimeError("CUDA error: out of memory")
+        return torch.ones(1)
 
 
-def test_host_memory_is_pinned_to_the_byte_and_given_back(monkeypatch):
-    registry = Registry(0)
-    monkeypatch.setattr(runtime_module, "_cuda", registry)
-    memory = runtime_module.PinnedMemory(12345)
+@pytest.fixture
+def registry(monkeypatch):
+    made = Registry()
+    monkeypatch.setattr(runtime_module, "_cuda", made)
+    monkeypatch.setattr(runtime_module.torch, "zeros", made.launch)
+    return made
+
+
+def test_host_memory_is_pinned_to_the_byte_and_given_back(registry):
+    memory = runtime_module.PinnedMemory(12345, "cuda:0")
     assert registry.registered == {memory.tensor.data_ptr(): 12345}
     memory.close()
     memory.close()
+    assert registry.registered == {} and memory.tensor.numel() == 0
+
+
+@pytest.mark.parametrize(("wsl", "words"), [(False, "ulimit -l"), (True, "under WSL2 only about half")])
+def test_pinning_that_fails_is_out_of_memory_and_leaves_nothing_behind(registry, monkeypatch, wsl, words):
+    monkeypatch.setattr(runtime_module.devices, "is_wsl", lambda: wsl)
+    registry.codes = [2]
+    with pytest.raises(OutOfDeviceMemory, match="12345 bytes of host memory could not be pinned") as raised:
+        runtime_module.PinnedMemory(12345, "cuda:0")
+    assert raised.value.requested == 12345 and words in str(raised.value)
+    assert registry.registered == {} and registry.last == 0, "the next launch finds no error"
+    assert runtime_module.PinnedMemory(12345, "cuda:0").tensor.nbytes == 12345
+
+
+def test_unpinning_that_fails_is_told_and_leaves_no_error(registry, caplog):
+    memory = runtime_module.PinnedMemory(12345, "cuda:0")
+    registry.codes = [1]
+    memory.close()
+    assert "12345 bytes of host memory could not be unpinned (1)" in caplog.text and registry.last == 0
+    memory.close()
+    assert caplog.text.count("could not be unpinned") == 1
+
+
+def test_a_pool_whose_host_memory_cannot_be_pinned_leaves_the_instance_usable(registry):
+    class Pinning(HostRuntime):
+        def host_memory(self, nbytes):
+            return runtime_module.PinnedMemory(nbytes, "cuda:0")
+
+    backend = double(runtime=Pinning())
+    registry.codes = [2]
+    with pytest.raises(OutOfDeviceMemory, match="could not be pinned"):
+        backend.alloc_pool(spec(placement="host"))
+    pool = backend.alloc_pool(spec(placement="host"))
+    assert list(registry.registered.values()) == [pool.rows.untyped_storage().nbytes()]
+    backend.close()
     assert registry.registered == {}
-
-
-def test_pinning_that_fails_is_out_of_memory(monkeypatch):
-    monkeypatch.setattr(runtime_module, "_cuda", Registry(2))
-    with pytest.raises(OutOfDeviceMemory, match="could not be pinned") as raised:
-        runtime_module.PinnedMemory(12345)
-    assert raised.value.requested == 12345

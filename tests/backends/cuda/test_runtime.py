@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
 
 from pagedkv.api import ContractViolation, DeviceError, Event, OutOfDeviceMemory
-from pagedkv_cuda import copies
+from pagedkv_cuda import copies, devices
+from pagedkv_cuda import runtime as module
 from pagedkv_cuda.plans import Buffers
 from pagedkv_cuda.runtime import HostRuntime, is_failure
 from tests.backends.cuda.double import DelayingRuntime, double
@@ -35,9 +38,19 @@ def test_a_failure_of_the_device_stays():
     backend.close()
 
 
-def test_out_of_memory_leaves_the_instance_usable():
-    backend = raising(double(), torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"))
-    with pytest.raises(OutOfDeviceMemory, match="fewer blocks"):
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"),
+        RuntimeError("CUDA error: out of memory"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+    ],
+    ids=["allocator", "runtime", "library"],
+)
+def test_out_of_memory_names_who_holds_the_rest_and_leaves_the_instance_usable(error):
+    backend = raising(double(), error)
+    backend._runtime.holders = lambda: "process 4242 (9.0 GiB)"
+    with pytest.raises(OutOfDeviceMemory, match=r"fewer blocks.*end what else holds memory there: process 4242"):
         backend.record()
     assert backend.alloc_pool(spec()).num_blocks == 8
 
@@ -48,12 +61,89 @@ def test_out_of_memory_leaves_the_instance_usable():
         (RuntimeError("CUDA error: unspecified launch failure"), True),
         (RuntimeError("Triton Error [CUDA]: misaligned address"), True),
         (RuntimeError("CUDA error: operation not permitted when stream is capturing"), False),
+        (RuntimeError("CUDA error: out of memory"), False),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), False),
+        (RuntimeError("Triton Error [CUDA]: out of memory"), False),
+        (RuntimeError("NCCL error: unhandled cuda error, out of memory"), True),
         (RuntimeError("shape '[2]' is invalid for input of size 3"), False),
         (ValueError("CUDA error"), False),
     ],
 )
 def test_which_errors_are_failures(error, failed):
     assert is_failure(error) is failed
+
+
+# -- memory ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def device(monkeypatch):
+    """A runtime over a torch that says of one GPU: 80 GiB, 30 of them free, 12 its own, of which 5 are used."""
+    told = SimpleNamespace(free=30, total=80, reserved=12, allocated=5, integrated=False, available=None)
+    gib = 1 << 30
+    cuda = {
+        "mem_get_info": lambda index: (told.free * gib, told.total * gib),
+        "memory_reserved": lambda index: told.reserved * gib,
+        "memory_allocated": lambda index: told.allocated * gib,
+        "max_memory_allocated": lambda index: told.allocated * gib,
+        "get_device_properties": lambda index: SimpleNamespace(uuid="aa", is_integrated=told.integrated),
+    }
+    for name, answer in cuda.items():
+        monkeypatch.setattr(torch.cuda, name, answer)
+    monkeypatch.setattr(module, "_cuda", SimpleNamespace(Stream=lambda index: None))
+    monkeypatch.setattr(devices, "available", lambda: None if told.available is None else told.available * gib)
+    told.runtime = module.CudaRuntime(0)
+    return told
+
+
+def gibs(memory):
+    return [None if size is None else size >> 30 for size in (memory.free, memory.total, memory.reclaimable)]
+
+
+def test_other_processes_count_once_as_not_free(device):
+    memory = device.runtime.memory()
+    assert gibs(memory) == [30, 80, 7] and not memory.unified
+
+
+def test_what_can_be_had_again_is_never_more_than_what_is_taken(device):
+    device.free, device.reserved = 79, 12
+    assert gibs(device.runtime.memory()) == [79, 80, 1]
+    device.reserved = 3  # less than is allocated, as while another thread frees
+    assert gibs(device.runtime.memory())[2] == 0
+
+
+def test_u107_zeros_are_unknown(device):
+    device.free = device.total = 0
+    assert gibs(device.runtime.memory()) == [None, None, 7]
+
+
+def test_a_gpu_in_the_machines_memory_has_what_the_system_can_give(device):
+    device.integrated, device.available = True, 50
+    memory = device.runtime.memory()
+    assert gibs(memory)[:2] == [50, 80] and memory.unified
+    device.available = None
+    assert gibs(device.runtime.memory())[0] == 30
+
+
+def test_who_holds_memory_is_asked_by_uuid(device, monkeypatch):
+    monkeypatch.setattr(devices, "holders_of", lambda uuid: f"somebody on {uuid}")
+    assert device.runtime.holders() == "somebody on GPU-aa"
+
+
+def pinned(monkeypatch, error):
+    def refuse(*args, **kwargs):
+        raise error
+
+    monkeypatch.setattr(torch, "empty", refuse)
+
+
+def test_staging_that_cannot_be_pinned_is_out_of_memory_and_no_failure(device, monkeypatch):
+    pinned(monkeypatch, RuntimeError("CUDA error: out of memory"))
+    with pytest.raises(OutOfDeviceMemory, match="64 bytes of host memory could not be pinned"):
+        device.runtime.staging(64)
+    pinned(monkeypatch, RuntimeError("CUDA error: an illegal memory access was encountered"))
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        device.runtime.staging(64)
 
 
 # -- buffers -----------------------------------------------------------------------------------------------------------
