@@ -229,7 +229,11 @@ class Descriptor(ABC):
         """Make an independent instance on device `index`. Heavy imports happen here. Raises `BackendUnavailable`."""
 
     def diagnose(self) -> Mapping[str, str]:
-        """What `pagedkv doctor` shows for this backend. Optional, defaults to nothing."""
+        """What `pagedkv doctor` shows for this backend; what a person should change stands under "change".
+
+        Such a line, or one whose name begins so, is a warning; best it holds the command, in backticks. Optional,
+        defaults to nothing.
+        """
         return {}
 
     def tool(self, args: Sequence[str]) -> int:
