@@ -26,6 +26,7 @@ _log = logging.getLogger("pagedkv.backends.cpu")
 
 KERNELS = ("auto", "native", "torch")
 _NO_TORCH = "torch is not installed: pip install torch"
+_BUILD = "`pip install --force-reinstall --no-deps .` in the clone"
 FEATURES = frozenset(
     {
         "window",
@@ -139,6 +140,7 @@ class CpuDescriptor(Descriptor):
             "memory": f"{_gib(memory.available)} free of {_gib(memory.total)} ({memory.source})",
             "kernels": f"{missing}; {native.WITHOUT}" if missing else f"native, {native.Kernels().isa}",
             "torch": "found" if importlib.util.find_spec("torch") is not None else _NO_TORCH,
+            **({"change kernels": f"{missing}; until then it is {native.WITHOUT}: {_BUILD}"} if missing else {}),
         }
 
 

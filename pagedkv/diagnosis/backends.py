@@ -1,6 +1,7 @@
 """What each backend says of itself, and which would be chosen: statuses of `probe_all`, read for a person.
 
-A backend says what should be changed under the key `change` of its `diagnose()`, best with the command in backticks.
+A backend says what should be changed under the key `change` of its `diagnose()`, or under several that begin so
+(`change clocks`), best with the command in backticks.
 """
 
 from __future__ import annotations
@@ -94,7 +95,8 @@ def _said(status: Status, choice: Choice) -> Iterator[Finding]:
             what = f"backend {status.name} cannot be diagnosed"
             yield Finding(level="warning", about="backends", what=what, why=text, command=_update(status))
         elif key == CHANGE or key.startswith(f"{CHANGE} "):
-            what = f"{status.name}: {key.removeprefix(CHANGE).strip() or 'something should be changed'}"
+            topic = key.removeprefix(CHANGE).strip()
+            what = f"backend {status.name} advises a change" + (f" ({topic})" if topic else "")
             command = command_in(text) or _settle(status, choice)
             yield Finding(level="warning", about="backends", what=what, why=text, command=command)
 

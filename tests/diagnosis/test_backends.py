@@ -69,7 +69,9 @@ def test_what_a_backend_wants_changed_is_a_warning():
     said = {"driver": "7.1", "change": "the mode is the slowest: run `modeset -m 0`", "change clocks": "they are low"}
     first, second = found(status(state="ok", diagnose=said))
     assert (first.level, first.command) == ("warning", "modeset -m 0")
-    assert (second.what, second.command) == ("other: clocks", "export PAGEDKV_BACKEND=fine")
+    assert first.what == "backend other advises a change"
+    assert second.what == "backend other advises a change (clocks)"
+    assert second.command == "export PAGEDKV_BACKEND=fine"
 
 
 def test_a_diagnosis_that_hangs_is_a_warning():

@@ -46,6 +46,7 @@ def test_without_the_library_auto_computes_with_torch_and_says_so_and_native_is_
             CpuDescriptor().create(0, {"threads": 1, **options}, World())
     told = CpuDescriptor().diagnose()["kernels"]
     assert "C++ compiler" in told and native.WITHOUT in told
+    assert "`pip install" in CpuDescriptor().diagnose()["change kernels"]
     assert f"no native kernels: {native.WITHOUT}" in CpuDescriptor().probe()[0].kind
 
 
