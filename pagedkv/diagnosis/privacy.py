@@ -35,11 +35,12 @@ class Privacy:
     """Rewrites texts. `paths` are further personal ones, such as a model's folder; `kept` stay as they are."""
 
     def __init__(self, paths: Iterable[str] = (), kept: Collection[str] = ()) -> None:
-        folders = [(str(Path(path).expanduser()), f"<path>/{Path(path).name}") for path in paths if _is_path(path)]
-        self._folders = sorted({**dict(_known_folders()), **dict(folders)}.items(), key=lambda pair: -len(pair[0]))
+        folders = {form: f"<path>/{Path(path).name}" for path in paths if _is_path(path) for form in _forms(path)}
+        self._folders = sorted({**dict(_known_folders()), **folders}.items(), key=lambda pair: -len(pair[0]))
         self._kept = frozenset(kept)
         names = {_user(): "<user>", **dict.fromkeys(_hosts(), "<host>")}
-        self._names = {name: mark for name, mark in names.items() if len(name) > 2 and name.lower() not in COMMON_NAMES}
+        telling = (name for name in names if len(name) > 2 and name.lower() not in COMMON_NAMES)
+        self._names = {name: names[name] for name in sorted(telling, key=len, reverse=True)}
 
     def clean(self, value: Any) -> Any:
         """A JSON value with every text in it rewritten; keys stay."""
@@ -64,7 +65,14 @@ class Privacy:
 
 
 def _is_path(text: str) -> bool:
-    return os.sep in text or "/" in text
+    """Whether it names a file here, and not a hub id such as "org/name"."""
+    return text.startswith(("/", ".", "~")) or "\\" in text or ("/" in text and Path(text).exists())
+
+
+def _forms(path: str) -> set[str]:
+    """The ways in which a message may spell it."""
+    expanded = Path(path).expanduser()
+    return {path, str(expanded), str(expanded.absolute()), str(expanded.resolve())}
 
 
 def _shortened(found: re.Match[str]) -> str:

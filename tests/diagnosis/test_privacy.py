@@ -49,6 +49,16 @@ def test_texts(jane, text, cleaned):
     assert Privacy(kept=["cpu"]).text(text) == cleaned
 
 
+def test_a_models_folder_is_hidden_however_it_is_spelt_and_a_hub_id_is_not(jane, tmp_path, monkeypatch):
+    (tmp_path / "my private" / "llama").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    clean = Privacy(["my private/llama"]).text
+    assert clean(f"'{tmp_path}/my private/llama/config.json' and 'my private/llama'") == (
+        "'<path>/llama/config.json' and '<path>/llama'"
+    )
+    assert Privacy(["org/name"]).text("org/name is not here") == "org/name is not here"
+
+
 def test_values_in_every_depth_and_keys_stay(jane):
     value = {"a": [{"b": f"{jane}/x", "c": 3, "d": None}], "e": True}
     assert Privacy().clean(value) == {"a": [{"b": "~/x", "c": 3, "d": None}], "e": True}
