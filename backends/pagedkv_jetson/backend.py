@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
-from pagedkv.api import AttentionBackend, BackendUnavailable, MemoryInfo, OutOfDeviceMemory, Pool, PoolSpec
+from pagedkv.api import (
+    AttentionBackend,
+    BackendUnavailable,
+    MemoryInfo,
+    OutOfDeviceMemory,
+    Pool,
+    PoolSpec,
+    UnsupportedError,
+)
 from pagedkv_cuda import opening
 from pagedkv_cuda.backend import CudaBackend
 from pagedkv_cuda.runtime import CudaRuntime
@@ -81,6 +90,9 @@ class JetsonBackend(CudaBackend):
                     free=left,
                 )
         return super().alloc_pool(spec)
+
+    def communicator(self, group: Sequence[int]) -> NoReturn:
+        raise UnsupportedError("a Jetson has one GPU: leave tensor_parallel_size at 1")
 
 
 def _available(memory: MemoryInfo) -> int:

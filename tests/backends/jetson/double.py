@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
-from pagedkv.api import AttentionBackend, Capabilities, DeviceInfo, MemoryInfo, World
+from pagedkv.api import MemoryInfo, World
 from pagedkv_cuda import limits
 from pagedkv_cuda.capabilities import declared
 from pagedkv_cuda.opening import make_path
 from pagedkv_jetson.backend import JetsonBackend
 from pagedkv_jetson.board import ROOT
-from pagedkv_jetson.descriptor import JetsonDescriptor, narrowed
+from pagedkv_jetson.descriptor import narrowed
 from tests.backends.cuda.double import DelayingRuntime
 
 
@@ -33,21 +31,3 @@ def double(root: Path = ROOT, runtime: DelayingRuntime | None = None, world: Wor
     used = runtime or Holding()
     can = narrowed(declared(generation, "torch", graphs=True))
     return JetsonBackend(can, used, make_path("torch", (8, 7), used), root=root, world=world)
-
-
-class DoubleDescriptor(JetsonDescriptor):
-    """What the kit loads to test it."""
-
-    name = "jetson-double"
-
-    def probe(self) -> tuple[DeviceInfo, ...]:
-        return (DeviceInfo.of(index=0, kind="no Jetson, the processor in its place, compute capability 8.7"),)
-
-    def describe(self, device: DeviceInfo) -> Capabilities:
-        return super().describe(device)
-
-    def create(self, device: int, options: Mapping[str, Any], world: World) -> AttentionBackend:
-        return double(world=world)
-
-    def diagnose(self) -> Mapping[str, str]:
-        return {}

@@ -120,6 +120,11 @@ def test_u106_there_is_no_host_memory_beside_it(backend: JetsonBackend) -> None:
         backend.alloc_pool(dataclasses.replace(spec(), placement="host"))
 
 
+def test_there_is_nobody_to_reduce_with(backend: JetsonBackend) -> None:
+    with pytest.raises(UnsupportedError, match="one GPU: leave tensor_parallel_size at 1"):
+        backend.communicator([0])
+
+
 def test_graphs_are_there_for_who_asks(backend: JetsonBackend) -> None:
     assert backend.extension("graph") is not None
     assert (backend.capabilities().graph_default, backend.capabilities().graph_context) == (False, 1024)
