@@ -68,6 +68,16 @@ class Parts:
     device_ops: DeviceOps | None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Agreed:
+    """What model, backend and user agreed on, and what that asks of memory; nothing has been allocated."""
+
+    choice: Choice
+    spec: PoolSpec
+    weights: WeightPlan
+    request: MemoryRequest
+
+
 def build(config: EngineConfig, progress: Progress | None = None) -> Parts:
     """Select the backend, open the model, negotiate, size the memory, then load weights."""
     selected = plugins.select(config.backend, device=config.device)
@@ -79,13 +89,12 @@ def build(config: EngineConfig, progress: Progress | None = None) -> Parts:
     negotiate(dataclasses.replace(offer, exclusions=()), _requirements(config, None), backend=selected.name)
     checkpoint = _open(config)
     try:
-        requirements = _requirements(config, checkpoint.config)
-        max_model_len = _max_model_len(config, checkpoint)
-        negotiate(offer, requirements, backend=selected.name)
+        _max_model_len(config, checkpoint)
+        negotiate(offer, _requirements(config, checkpoint.config), backend=selected.name)
         backend = plugins.create(selected, options)
         try:
             with plugins.untouched(selected.found, "starting the engine"):
-                return _load(config, selected, backend, checkpoint, requirements, max_model_len, progress)
+                return _load(config, selected, backend, checkpoint, progress)
         except BaseException:
             backend.close()
             raise
@@ -112,25 +121,36 @@ def _open(config: EngineConfig) -> AnyCheckpoint:
     )
 
 
+def agree(
+    config: EngineConfig, selected: plugins.Selected, backend: AttentionBackend, checkpoint: AnyCheckpoint
+) -> Agreed:
+    """Negotiate, decide how weights are held, and count what is needed: no weight is read, nothing is told."""
+    requirements = _requirements(config, checkpoint.config)
+    choice = _only_promised(
+        negotiate(backend.capabilities(), requirements, backend=selected.name), config, backend, selected.name
+    )
+    spec = _pool_spec(config, choice, requirements.layers, _max_model_len(config, checkpoint))
+    weights = _weights(config, selected, backend, checkpoint, choice)
+    request = _request(config, selected, backend, checkpoint, choice, spec, weights)
+    return Agreed(choice=choice, spec=spec, weights=weights, request=request)
+
+
 def _load(
     config: EngineConfig,
     selected: plugins.Selected,
     backend: AttentionBackend,
     checkpoint: AnyCheckpoint,
-    requirements: Requirements,
-    max_model_len: int,
     progress: Progress | None,
 ) -> Parts:
-    choice = _only_promised(
-        negotiate(backend.capabilities(), requirements, backend=selected.name), config, backend, selected.name
-    )
+    agreed = agree(config, selected, backend, checkpoint)
+    choice, spec, weights, request = agreed.choice, agreed.spec, agreed.weights, agreed.request
+    max_model_len = spec.limits.context
     for note in choice.notes:
         _log.info("%s", note)
     if isinstance(checkpoint.config, BridgedConfig):
         _log.info("batch_invariant off: the products of transformers' modules depend on the batch")
-    spec = _pool_spec(config, choice, requirements.layers, max_model_len)
-    weights = _weights(config, selected, backend, checkpoint, choice)
-    request = _request(config, selected, backend, checkpoint, choice, spec, weights)
+    if line := describe(weights, choice.dtype):
+        _log.info("%s", line)
     memory = _plan(request, selected, backend, spec)
     _log.info("memory budget\n%s", memory.table())
     tokenizer = None if config.skip_tokenizer_init else checkpoint.tokenizer()
@@ -237,11 +257,9 @@ def _weights(
     checkpoint: AnyCheckpoint,
     choice: Choice,
 ) -> WeightPlan:
-    """How the weights will be held, checked against what was asked for, and told."""
+    """How the weights will be held, checked against what was asked for."""
     weights = checkpoint.plan(backend, choice.dtype, against_packing(config, checkpoint))
     check_packing(config, weights, backend.capabilities(), selected.name)
-    if line := describe(weights, choice.dtype):
-        _log.info("%s", line)
     return weights
 
 
@@ -300,7 +318,6 @@ def _request(
     weights: WeightPlan,
 ) -> MemoryRequest:
     """What is asked of the memory, with an upper bound of the workspace."""
-    tokens, rows = config.max_num_batched_tokens, config.max_num_seqs
     return MemoryRequest(
         num_blocks=config.num_blocks,
         kv_cache_bytes=config.kv_cache_bytes,
@@ -308,21 +325,31 @@ def _request(
         weights=weights.nbytes,
         weights_note=weights_note(weights),
         host=_host(config, selected, backend, spec),
-        workspace=checkpoint.workspace(tokens, rows + min(MAX_SCORED, tokens), choice.dtype),
+        workspace=workspace(checkpoint, spec),
         block_size=choice.block_size,
-        max_num_seqs=rows,
+        max_num_seqs=spec.limits.rows,
         max_model_len=spec.limits.context,
     )
 
 
+def workspace(checkpoint: AnyCheckpoint, spec: PoolSpec) -> int:
+    """Bytes of activations and logits that a step within the limits of `spec` takes, an upper bound."""
+    tokens, rows = spec.limits.tokens, spec.limits.rows
+    return checkpoint.workspace(tokens, rows + min(MAX_SCORED, tokens), spec.dtype)
+
+
 def _plan(request: MemoryRequest, selected: plugins.Selected, backend: AttentionBackend, spec: PoolSpec) -> MemoryPlan:
     """The budget by what the backend says of its memory now."""
+    return budget(request, plugins.pool_cost(selected, backend, spec), backend, selected.name)
+
+
+def budget(request: MemoryRequest, cost: PoolCost, backend: AttentionBackend, name: str) -> MemoryPlan:
+    """The plan for a pool of this cost, by what the backend says of its memory now; errors are those of `plan_memory`."""
 
     def kv_budget(fraction: float | None, reserved: int) -> int | None:
-        return read_memory(lambda: backend.kv_budget(fraction, reserved), selected.name)
+        return read_memory(lambda: backend.kv_budget(fraction, reserved), name)
 
-    cost = plugins.pool_cost(selected, backend, spec)
-    return plan_memory(request, cost, read_memory(backend.memory, selected.name), kv_budget)
+    return plan_memory(request, cost, read_memory(backend.memory, name), kv_budget)
 
 
 def _plan_again(
