@@ -344,7 +344,7 @@ def _plan(request: MemoryRequest, selected: plugins.Selected, backend: Attention
 
 
 def budget(request: MemoryRequest, cost: PoolCost, backend: AttentionBackend, name: str) -> MemoryPlan:
-    """The plan for a pool of this cost, by what the backend says of its memory now; errors are those of `plan_memory`."""
+    """The plan for a pool of this cost, by what the backend says of its memory now; errors as `plan_memory`'s."""
 
     def kv_budget(fraction: float | None, reserved: int) -> int | None:
         return read_memory(lambda: backend.kv_budget(fraction, reserved), name)
