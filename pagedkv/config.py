@@ -32,6 +32,17 @@ DTYPES = {
 }
 """What users write for a dtype, and the contract's word for it; None leaves the choice to negotiation."""
 
+KV_DTYPES = DTYPES | {
+    "int8": "int8/token_head",
+    "fp8": "fp8_e4m3fn/tensor",
+    "fp8_e4m3": "fp8_e4m3fn/tensor",
+    "fp8_e5m2": "fp8_e5m2/tensor",
+    "int8/token_head": "int8/token_head",
+    "fp8_e4m3fn/tensor": "fp8_e4m3fn/tensor",
+    "fp8_e5m2/tensor": "fp8_e5m2/tensor",
+}
+"""The same for the cache, which may be quantized."""
+
 MODEL_IMPLS = ("auto", "native", "transformers")
 """What runs a model: this package's own decoder, or transformers' modules over the paged cache."""
 
@@ -85,6 +96,8 @@ class EngineConfig:
     `quantization`: "gguf" keeps a GGUF file's weights in their blocks, which the backend multiplies as they are and for
     which it may round activations to 8 bits; "none" dequantizes them. Unset, they stay where `dtype` is unset too and
     the backend has the product.
+    `kv_cache_dtype`: "int8" and "fp8" ("fp8_e4m3"; "fp8_e5m2") store keys and values in a byte each, where the backend
+    does; "auto" never does.
     `swap_space`: host memory for blocks of preempted sequences and of prompts that the device's cache has no room for
     ("4GiB"; a plain number is GiB; "auto"; 0 for none), or `swap_blocks` of them. Unset, "auto" where the device has
     memory of its own, else 0. `preemption_mode`: "auto" goes by price, "swap" and "recompute" do not. `copy_bandwidth`
@@ -183,9 +196,9 @@ class EngineConfig:
 
     def _bad_choices(self) -> list[str]:
         problems = [
-            f"{name}={value!r} is not one of {', '.join(DTYPES)}"
-            for name in ("dtype", "kv_cache_dtype")
-            if not isinstance(value := getattr(self, name), str) or value not in DTYPES
+            f"{name}={value!r} is not one of {', '.join(known)}"
+            for name, known in (("dtype", DTYPES), ("kv_cache_dtype", KV_DTYPES))
+            if not isinstance(value := getattr(self, name), str) or value not in known
         ]
         if self.load_format not in ("auto", "safetensors", "gguf", "dummy"):
             problems.append(f"load_format={self.load_format!r} is not one of auto, safetensors, gguf, dummy")

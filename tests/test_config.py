@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from pagedkv.config import EngineConfig, claim_options, parse_bytes, show_bytes
+from pagedkv.config import KV_DTYPES, EngineConfig, claim_options, parse_bytes, show_bytes
 from pagedkv.errors import ConfigError
 
 ACCEPTED = {"threads": "threads", "num_threads": "threads"}
@@ -74,7 +74,8 @@ ABSURD: list[tuple[str, Any]] = [
     ("dtype", "float8"),
     ("dtype", ["float32"]),
     ("dtype", None),
-    ("kv_cache_dtype", "fp8"),
+    ("dtype", "fp8"),
+    ("kv_cache_dtype", "fp4"),
     ("load_format", "pickle"),
     ("load_format", ["auto"]),
     ("model", ""),
@@ -97,6 +98,22 @@ ABSURD: list[tuple[str, Any]] = [
 def test_an_absurd_value_is_refused_by_name(name: str, value: Any) -> None:
     with pytest.raises(ConfigError, match=f"{name}="):
         config(**{name: value})
+
+
+@pytest.mark.parametrize(
+    ("given", "word"),
+    [
+        ("int8", "int8/token_head"),
+        ("fp8", "fp8_e4m3fn/tensor"),
+        ("fp8_e4m3", "fp8_e4m3fn/tensor"),
+        ("fp8_e5m2", "fp8_e5m2/tensor"),
+        ("fp8_e5m2/tensor", "fp8_e5m2/tensor"),
+        ("half", "fp16"),
+        ("auto", None),
+    ],
+)
+def test_names_of_cache_dtypes(given: str, word: str | None) -> None:
+    assert KV_DTYPES[config(kv_cache_dtype=given).kv_cache_dtype] == word
 
 
 def test_every_problem_is_said_at_once() -> None:

@@ -178,7 +178,7 @@ class AttentionBackend(ABC):
     def bind(self, pool: Pool, layer: int, params: Mapping[str, Any]) -> None:
         """Values known only after loading: "sinks" [Hq], "alibi" [Hq], scales; host float32; again after each reload.
 
-        "k_scale" and "v_scale", a number or [Hkv] above 0, where the KV dtype has bound scales and the layer owns bytes;
+        "k_scale" and "v_scale", a number or [Hkv] above 0, where the KV dtype binds scales and the layer owns bytes:
         later appends divide by them, later reads multiply. Required of a backend that declares such a feature or KV
         dtype; the default refuses.
         """

@@ -143,10 +143,10 @@ class LayerSpec(Record):
 class GroupSpec(Record):
     """Layers that share one block table. A block of the group holds `block_size` tokens of each of its layers.
 
-    `kv_dtype` with a slash is quantized, codes of a byte, then whose scale s they have (float32); x / s is rounded to the
-    nearest code, ties to even, at most the largest, and read as code * s. "int8/token_head": -127..127, s = max|x| / 127
-    of each token and KV head (1 where that is 0), made at append, kept in the block. "fp8_e4m3fn/tensor" (at most 448)
-    and "fp8_e5m2/tensor" (at most 57344): s by `bind`, 1 before. NaN is read as what is not finite.
+    `kv_dtype` with a slash is quantized, codes of a byte, then whose float32 scale s they have; x / s is rounded to the
+    nearest code, ties to even, at most the largest, and read as code * s. "int8/token_head": -127..127, s = max|x| /
+    127 of each token and KV head (1 where it is 0), made at append, in the block. "fp8_e4m3fn/tensor" (at most 448) and
+    "fp8_e5m2/tensor" (at most 57344): s by `bind`, 1 before. NaN is read as what is not finite.
     """
 
     layers: tuple[LayerSpec, ...]

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pagedkv.api import AttentionBackend, GroupSpec
+from pagedkv.api import AttentionBackend, GroupSpec, LayerSpec
 from pagedkv.config import show_bytes
+from pagedkv.core.negotiation import is_quantized
 from pagedkv.models.packing import element_bytes
 
 if TYPE_CHECKING:
@@ -77,4 +78,10 @@ def floor(parts: Parts, batch: int, input_len: int, output_len: int, bandwidth: 
 def cache_read(group: GroupSpec, context: int) -> int:
     """Bytes of keys and values that one query at the end of `context` tokens sees in all layers."""
     seen = ((min(context, layer.window or context), layer) for layer in group.layers)
-    return element_bytes(group.kv_dtype) * sum(n * layer.kv_heads * (layer.k_dim + layer.v_dim) for n, layer in seen)
+    return sum(n * layer.kv_heads * _head_bytes(layer, group.kv_dtype) for n, layer in seen)
+
+
+def _head_bytes(layer: LayerSpec, kv_dtype: str) -> int:
+    """Bytes of a token's keys and values in one KV head, with the scales that lie beside them."""
+    number = 1 if is_quantized(kv_dtype) else element_bytes(kv_dtype)
+    return number * (layer.k_dim + layer.v_dim) + (2 * 4 if kv_dtype.endswith("/token_head") else 0)

@@ -28,7 +28,7 @@ OPTIONS: Mapping[str, Mapping[str, Any]] = {
         "help": "gguf keeps a GGUF file's weights packed, none dequantizes them; else as dtype and backend have it.",
         "metavar": "NAME",
     },
-    "kv_cache_dtype": {"help": "Dtype of the cache; auto takes the model's.", "metavar": "DTYPE"},
+    "kv_cache_dtype": {"help": "Dtype of the cache; auto takes the model's, int8 and fp8 round.", "metavar": "DTYPE"},
     "block_size": {"help": "Tokens in a block of the cache.", **_COUNT},
     "max_model_len": {"help": "Longest sequence, prompt and output together.", **_COUNT},
     "max_num_seqs": {"help": "Sequences that run at the same time, at most.", **_COUNT},

@@ -96,19 +96,21 @@ class _Talk:
         return f"the checkpoint's {own} is {how} on {self.backend}"
 
     def kv_dtype(self, dtype: str) -> str:
-        """The user's; else that of the keys and values themselves; else the backend's first."""
+        """The user's; else that of the keys and values themselves; else the backend's first that is not quantized."""
         given, accepted = self.want.kv_dtype, self.can.kv_dtypes
+        plain = [name for name in accepted if not is_quantized(name)]
         if given is not None:
             if given not in accepted:
                 self.refuse("kv_dtype", given, _listed(accepted))
             return given
         if dtype in accepted or not dtype:
             return dtype
-        if not accepted:
-            self.refuse("kv_dtype", "auto", "none: it declares no KV dtype")
+        if not plain:
+            named = f"{_listed(accepted)}, quantized, if asked for by name"
+            self.refuse("kv_dtype", "auto", named if accepted else "none: it declares no KV dtype")
             return dtype
-        self.notes.append(f"kv_dtype {accepted[0]}: {self.backend} stores no {dtype}, so its preferred one")
-        return accepted[0]
+        self.notes.append(f"kv_dtype {plain[0]}: {self.backend} stores no {dtype}, so its preferred one")
+        return plain[0]
 
     def block_size(self) -> int:
         """The user's; else the backend's preferred."""
@@ -183,6 +185,11 @@ class _Talk:
 def accepts(alternatives: Iterable[Any], size: object) -> bool:
     """Whether one of the alternatives, a set or (multiple_of, min, max), accepts the size. Whole numbers from 1 on."""
     return type(size) is int and size >= 1 and any(_one_accepts(sizes, size) for sizes in alternatives)
+
+
+def is_quantized(kv_dtype: str) -> bool:
+    """Whether numbers are stored as codes under scales: the contract's words for these have a slash."""
+    return "/" in kv_dtype
 
 
 def group_size(layer: LayerSpec) -> int:

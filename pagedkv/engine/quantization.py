@@ -1,4 +1,4 @@
-"""Which weights stay packed: the user's word, the file and the backend, settled and told before a weight is read."""
+"""Which weights stay packed, settled and told before one is read; and the line on a quantized cache."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from pagedkv.api import Capabilities
 from pagedkv.api.errors import ConfigError, UnsupportedError
 from pagedkv.config import DTYPES, EngineConfig, show_bytes
+from pagedkv.core.negotiation import is_quantized
 from pagedkv.models.bridge import BridgedCheckpoint
 from pagedkv.models.checkpoint import Checkpoint
 from pagedkv.models.weight_plan import Tally, WeightPlan
@@ -59,6 +60,18 @@ def describe(plan: WeightPlan, dtype: str) -> str | None:
         f"quantization {name_of(plan)}: kept packed: {kept}; {rest}; "
         "the products with packed weights may round activations to 8 bits"
     )
+
+
+def describe_cache(kv_dtype: str) -> list[str]:
+    """One line on what a quantized cache does to keys and values; none where it is not quantized."""
+    if not is_quantized(kv_dtype):
+        return []
+    codes, _, scales = kv_dtype.partition("/")
+    whose = {
+        "token_head": "each token and head with a scale of its own",
+        "tensor": "scales 1.0, as none are read from checkpoints: what is beyond the format's largest number is cut",
+    }
+    return [f"cache {kv_dtype}: keys and values are rounded to {codes}, a byte each, {whose.get(scales, 'scaled')}"]
 
 
 def weights_note(plan: WeightPlan) -> str:

@@ -20,7 +20,7 @@ from pagedkv.api import (
     UnsupportedError,
 )
 from pagedkv.api.errors import ConfigError
-from pagedkv.config import DTYPES, EngineConfig, claim_options, show_bytes
+from pagedkv.config import DTYPES, KV_DTYPES, EngineConfig, claim_options, show_bytes
 from pagedkv.core.negotiation import BATCH_INVARIANT, Choice, Requirements, negotiate
 from pagedkv.core.price import Price
 from pagedkv.core.scheduler import MAX_SCORED, Scheduler, SchedulerConfig
@@ -28,7 +28,14 @@ from pagedkv.core.tiers import HostMemory
 from pagedkv.engine.graphs import graph_plan, recorded
 from pagedkv.engine.memory import MemoryPlan, MemoryRequest, available, choose_host, plan_memory, read_memory
 from pagedkv.engine.profile import Measured, bind_sinks, measured
-from pagedkv.engine.quantization import against_packing, check_packing, describe, name_of, weights_note
+from pagedkv.engine.quantization import (
+    against_packing,
+    check_packing,
+    describe,
+    describe_cache,
+    name_of,
+    weights_note,
+)
 from pagedkv.engine.runner import Runner
 from pagedkv.engine.swap import HostPlan, Swap
 from pagedkv.models.bridge import BridgedCheckpoint, BridgedConfig
@@ -145,7 +152,7 @@ def _load(
     agreed = agree(config, selected, backend, checkpoint)
     choice, spec, weights, request = agreed.choice, agreed.spec, agreed.weights, agreed.request
     max_model_len = spec.limits.context
-    for note in choice.notes:
+    for note in (*choice.notes, *describe_cache(choice.kv_dtype)):
         _log.info("%s", note)
     if isinstance(checkpoint.config, BridgedConfig):
         _log.info("batch_invariant off: the products of transformers' modules depend on the batch")
@@ -268,7 +275,7 @@ def _requirements(config: EngineConfig, model: ModelConfig | BridgedConfig | Non
         layers=model.layer_specs() if model else (),
         dtype=DTYPES[config.dtype],
         checkpoint_dtype=model.dtype if model else None,
-        kv_dtype=DTYPES[config.kv_cache_dtype],
+        kv_dtype=KV_DTYPES[config.kv_cache_dtype],
         block_size=config.block_size,
         features=frozenset({"mixed_batch", "prefix_hit"}),
         batch_invariant=_batch_invariant(config, model),

@@ -25,6 +25,12 @@ def test_a_query_reads_the_keys_and_values_that_it_sees(dtype, width):
     assert cache_read(group, 5) == width * 2 * (16 + 24) * (5 + 5 + 5)
 
 
+@pytest.mark.parametrize(("kv_dtype", "head"), [("int8/token_head", 16 + 24 + 8), ("fp8_e4m3fn/tensor", 16 + 24)])
+def test_a_quantized_cache_reads_a_byte_a_number_and_its_scales(kv_dtype, head):
+    group = GroupSpec(layers=(layer(0), layer(1, window=10)), block_size=16, kv_dtype=kv_dtype)
+    assert cache_read(group, 100) == (100 + 10) * 2 * head
+
+
 def test_the_share_achieved_is_the_floor_over_what_was_measured():
     least = Floor(weights=600, cache=200, bandwidth=1000.0)
     assert least.seconds == 0.8

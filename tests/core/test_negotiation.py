@@ -70,6 +70,15 @@ def test_kv_dtype_unset_is_the_dtype_or_else_the_preferred_with_a_note():
     assert choice.kv_dtype == "bf16" and "kv_dtype bf16: card stores no fp16, so its preferred one" in choice.notes
 
 
+def test_kv_dtype_unset_is_never_quantized():
+    choice = agree(can(kv_dtypes=("int8/token_head", "bf16")), dtype="fp16")
+    assert choice.kv_dtype == "bf16"
+    (reason,) = reasons(can(kv_dtypes=("int8/token_head", "fp8_e5m2/tensor")), dtype="fp16")
+    assert "kv_dtype='auto'; accepted: int8/token_head, fp8_e5m2/tensor, quantized, if asked for by name" in reason
+    (reason,) = reasons(can(kv_dtypes=("bf16", "int8/token_head")), dtype="bf16", kv_dtype="fp8_e4m3fn/tensor")
+    assert "kv_dtype='fp8_e4m3fn/tensor'; accepted: bf16, int8/token_head" in reason
+
+
 def test_block_size_unset_is_the_preferred_with_a_note_unless_it_is_the_usual_one():
     assert agree().block_size == 32
     assert "block_size 32: preferred by card" in agree().notes
