@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 CPP := $(wildcard backends/pagedkv_cpu/csrc/*.h backends/pagedkv_cpu/csrc/*.cpp ci/isa/*.h ci/isa/*.cpp ci/bench/*.cpp)
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: help demo test lint types bench bench-kernels bench-swap peers compare eval certify support mutants isa aot tiles clean setup
+.PHONY: help demo test lint types bench bench-kernels bench-swap peers compare eval certify support mutants isa aot interpret-all cuda-kernels tiles clean setup
 help:  ## show the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
 
@@ -71,7 +71,27 @@ isa: $(VENV)/.dev  ## the C++ tests of the CPU kernels: sanitizers, instructions
 
 aot: $(VENV)/.dev  ## every kernel for CUDA compiled for every target, with no card: registers, spills, shared memory, instructions
 	mkdir -p bench-results
-	$(BIN)/python ci/aot.py --json bench-results/aot.json
+	$(BIN)/python ci/aot.py --jobs 2 --json bench-results/aot.json
+
+build/triton-%/.installed: | $(VENV)/.dev
+	rm -rf build/triton-$*
+	$(BIN)/python -m pip install --disable-pip-version-check -q --no-deps --target build/triton-$* triton==$*
+	@touch $@
+
+OTHER_TRITONS := 3.6.0 3.7.1
+interpret-all: $(OTHER_TRITONS:%=build/triton-%/.installed)  ## the CUDA kernels under the interpreter of three versions of Triton, and a sample of them compiled by each
+	set -e; for path in backends $(OTHER_TRITONS:%=build/triton-%:backends); do export PYTHONPATH=$$path; \
+	  $(BIN)/python -c "import triton; print('== Triton', triton.__version__, 'of', triton.__path__[0], flush=True)"; \
+	  TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -x -p no:cacheprovider tests/backends/cuda/interpreted; \
+	  TRITON_INTERPRET=0 OMP_NUM_THREADS=1 $(BIN)/python ci/aot.py --sample --targets 87,90; done
+
+cuda-kernels: aot  ## docs/cuda-kernels.md: what the CUDA kernels compile to, and their errors under the interpreter
+	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 PYTHONPATH=backends KERNEL_ERRORS=bench-results/interpreted.json \
+	  $(BIN)/python -m pytest -x -p no:cacheprovider tests/backends/cuda/interpreted
+	$(BIN)/python ci/aot.py --targets gfx942 --only bfloat16 --json bench-results/aot-gfx942.json
+	$(BIN)/python ci/aot.py --markdown bench-results/aot.json bench-results/interpreted.json bench-results/aot-gfx942.json \
+	  > docs/cuda-kernels.md.new
+	mv docs/cuda-kernels.md.new docs/cuda-kernels.md
 
 tiles: $(VENV)/.dev  ## measure the tiles of the CUDA kernels on the card at hand and write tiles.json
 	PYTHONPATH=backends $(BIN)/python -m pagedkv_cuda.kernels.tune

@@ -1,19 +1,25 @@
 """Compiles the kernels for CUDA ahead of time, with no device: registers, spills, shared memory, instructions.
 
-    python ci/aot.py [--targets 80,90] [--only PATTERN] [--sample] [--json FILE]
+    python ci/aot.py [--targets 80,90] [--only PATTERN] [--sample] [--jobs N] [--json FILE]
+    python ci/aot.py --targets gfx942                       no target of ours: compiles, no more
+    python ci/aot.py --markdown FILE.json... > docs/cuda-kernels.md
 
 Every launcher is called as the backend would call it, with small tensors in host memory and a driver that only knows
 its target; the launch is caught and what it would have compiled is compiled: same signature, same alignment, same
 constants. Shapes of the sample are a few of each kernel, for every run of CI. Exit status 1: a kernel spills, takes
-more shared memory than its target has, or lacks the instructions it was written for.
+more shared memory than its target has or than the choice of tiles reckoned with, or lacks the instructions that it was
+written for.
 """
 
 from __future__ import annotations
 
 import argparse
 import collections
+import concurrent.futures
 import dataclasses
+import functools
 import json
+import multiprocessing
 import os
 import re
 import subprocess
@@ -30,6 +36,7 @@ os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
 
 import torch  # noqa: E402
 import triton  # noqa: E402
+from aot_page import label, page  # noqa: E402
 from triton import knobs  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.backends.driver import DriverBase  # noqa: E402
@@ -42,9 +49,11 @@ from pagedkv_cuda.kernels.attention import Choice, attend, scratch_floats  # noq
 from pagedkv_cuda.kernels.tiles import DESCRIPTOR_TARGET, SHARED_LIMIT  # noqa: E402
 
 TARGETS = (80, 86, 87, 89, 90, 100, 120)
+OTHERS = {"gfx942": GPUTarget("hip", "gfx942", 64)}
+"""Compiled on request, with tiles of 8.0: nothing of ours runs there."""
 FEATURES: dict[str, Any] = {"window": 100, "softcap": 30.0, "sinks": torch.zeros(32), "alibi": torch.zeros(32)}
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
-COUNTED = ("HMMA", "HGMMA", "UTCHMMA", "UTCQMMA", "LDGSTS", "UTMALDG", "LDTM", "FFMA")
+COUNTED = ("HMMA", "HGMMA", "UTCHMMA", "UTCQMMA", "LDGSTS", "UTMALDG", "STS", "FFMA")
 Launch = Callable[[int], None]
 
 
@@ -119,20 +128,26 @@ class Shape:
 
 
 def shapes(target: int) -> Iterator[Shape]:
-    """Every tile of the table plain and with all features, and every format of a cache."""
+    """Every tile of the table plain and with all features, every format of a cache, descriptors and pointers."""
+    tma = target >= DESCRIPTOR_TARGET
     for kernel in ("few", "many"):
+        boxes = tma and kernel == "few"  # what is used for blocks of 16
         for dim in (64, 128, 256):
             for features in (False, True):
-                yield Shape(kernel=kernel, dim=dim, features=features, splits=kernel == "few")
+                yield Shape(kernel=kernel, dim=dim, features=features, splits=kernel == "few", descriptors=boxes)
             for stored in (torch.int8, torch.float8_e4m3fn, torch.float8_e5m2):
-                yield Shape(kernel=kernel, dim=dim, stored=stored)
-            yield Shape(kernel=kernel, dim=dim, dtype=torch.float32, features=dim == 128)
-            if target >= DESCRIPTOR_TARGET:
+                yield Shape(kernel=kernel, dim=dim, stored=stored, descriptors=boxes)
+            yield Shape(kernel=kernel, dim=dim, dtype=torch.float32, features=dim == 128, descriptors=boxes)
+            if tma:
                 yield Shape(kernel=kernel, dim=dim, block_size=64, descriptors=True)
         yield Shape(kernel=kernel, dim=80, dtype=torch.float16, block_size=48)
-        if target >= DESCRIPTOR_TARGET:
-            yield Shape(kernel=kernel, block_size=16, descriptors=True)
+        yield Shape(kernel=kernel, features=True, block_size=48)
+        yield Shape(kernel=kernel, stored=torch.float8_e4m3fn, features=True, block_size=48)
+        if tma:
             yield Shape(kernel=kernel, block_size=256, descriptors=True, stored=torch.float8_e4m3fn, features=True)
+    if tma:
+        yield Shape(kernel="few", block_size=32, descriptors=True)
+        yield Shape(kernel="many", block_size=16, descriptors=True)
 
 
 def few_and_many(target: int) -> Iterator[Shape]:
@@ -141,6 +156,7 @@ def few_and_many(target: int) -> Iterator[Shape]:
     yield Shape(kernel="many", features=True)
     yield Shape(kernel="few", stored=torch.float8_e4m3fn)
     if target >= DESCRIPTOR_TARGET:
+        yield Shape(kernel="few", block_size=16, descriptors=True)
         yield Shape(kernel="many", block_size=64, descriptors=True)
 
 
@@ -185,11 +201,12 @@ def catalogue(target: int, sample: bool) -> Iterator[tuple[str, Launch]]:
 
 @dataclasses.dataclass
 class Report:
-    """One kernel on one target. `shared` in bytes, `spills` in bytes of stack."""
+    """One kernel on one target. `shared` in bytes, `spills` in bytes of stack, `tile` as in tiles.json."""
 
-    target: int
+    target: int | str
     name: str
     kernel: str
+    tile: list[int] | None = None
     registers: int = 0
     spills: int = 0
     shared: int = 0
@@ -212,21 +229,40 @@ def caught(launch: Launch, target: int) -> list[dict[str, Any]]:
     return found
 
 
-def compiled(target: int, name: str, what: dict[str, Any]) -> Report:
+def compiled(target: int | str, name: str, what: dict[str, Any]) -> Report:
     source = triton.compiler.ASTSource(what["fn"], what["signature"], what["constants"], what["configs"][0])
-    report = Report(target=target, name=name, kernel=what["fn"].__name__)
+    report = Report(target=target, name=name, kernel=what["fn"].__name__, tile=tile_of(what))
     options = {"num_warps": what["num_warps"], "num_stages": what["num_stages"]}
     began = time.perf_counter()
     try:
-        built = triton.compile(source, target=GPUTarget("cuda", target, 32), options=options)
+        built = triton.compile(source, target=gpu(target), options=options)
     except (triton.errors.TritonError, RuntimeError) as error:
         report.faults.append(f"does not compile: {root(error)}")
         return report
     report.seconds = round(time.perf_counter() - began, 2)
     report.shared = built.metadata.shared
-    inspect(built.asm["cubin"], report)
-    report.faults += list(faults(report, what["constants"], source))
+    if isinstance(target, str):
+        inspect_amd(built.asm["amdgcn"], report)
+    else:
+        inspect(built.asm["cubin"], report)
+        report.faults += list(faults(report, target, constants(what)))
     return report
+
+
+def gpu(target: int | str) -> GPUTarget:
+    return OTHERS[target] if isinstance(target, str) else GPUTarget("cuda", target, 32)
+
+
+def constants(what: dict[str, Any]) -> dict[str, Any]:
+    """The constants of a launch by name."""
+    return {what["fn"].arg_names[index]: value for (index,), value in what["constants"].items()}
+
+
+def tile_of(what: dict[str, Any]) -> list[int] | None:
+    given = constants(what)
+    if "BLOCK_M" not in given:
+        return None
+    return [given["BLOCK_M"], given["BLOCK_N"], what["num_warps"], what["num_stages"]]
 
 
 def root(error: BaseException) -> str:
@@ -249,72 +285,115 @@ def inspect(cubin: bytes, report: Report) -> None:
     report.instructions = dict(sorted(counts.items()))
 
 
-def faults(report: Report, constants: dict[Any, Any], source: Any) -> Iterator[str]:
-    limit = SHARED_LIMIT[report.target] * 1024
+def inspect_amd(code: str, report: Report) -> None:
+    """The same from the assembler's text: vector registers, both kinds of spills, products of matrices."""
+    numbers = {name: int(number) for name, number in re.findall(r"\.(\w+_count): *(\d+)", code)}
+    report.registers = numbers["vgpr_count"]
+    report.spills = 4 * numbers["vgpr_spill_count"]
+    report.instructions = {"MFMA": len(re.findall(r"\bv_mfma\w*", code))}
+
+
+def faults(report: Report, target: int, given: dict[str, Any]) -> Iterator[str]:
+    limit = SHARED_LIMIT[target] * 1024
     if report.spills:
         yield f"spills {report.spills} bytes"
     if report.shared > limit:
-        yield f"takes {report.shared} bytes of shared memory, {report.target} has {limit}"
-    if report.kernel == "attend_tile" and "float32" not in report.name:
-        wanted = [products(report)]
-        if "descriptors" in report.name:
-            wanted.append(("UTMALDG",))
-        elif report.target < DESCRIPTOR_TARGET and "cache" not in report.name:
-            wanted.append(("LDGSTS",))
-        for group in wanted:
+        yield f"takes {report.shared} bytes of shared memory, {target} has {limit}"
+    if report.kernel == "attend_tile":
+        for group in expected(report, target, given):
             if not any(name in report.instructions for name in group):
                 yield f"has none of {', '.join(group)}"
 
 
-def products(report: Report) -> tuple[str, ...]:
-    """The matrix instructions that a tile of this height should become."""
-    if report.name.startswith("many") and report.target == 90:
-        return ("HGMMA",)
-    if report.name.startswith("many") and report.target == 100:
-        return ("UTCHMMA",)
-    return ("HMMA",)
+def expected(report: Report, target: int, given: dict[str, Any]) -> Iterator[tuple[str, ...]]:
+    """Groups of instructions, of each of which a tile of attention should have one."""
+    tall = not given["UNIFORM"]
+    if "float32" not in report.name:
+        yield {90: ("HGMMA",), 100: ("UTCHMMA",)}.get(target, ("HMMA",)) if tall else ("HMMA",)
+    if given["DESCRIPTORS"]:
+        yield ("UTMALDG",)
+    elif target < DESCRIPTOR_TARGET and report.tile and report.tile[3] > 1:
+        yield ("LDGSTS",)  # cp.async: loads that run ahead
 
 
 def output(*command: object) -> str:
     return subprocess.run([str(word) for word in command], check=True, capture_output=True, text=True).stdout
 
 
-def reports(targets: list[int], only: str, sample: bool) -> Iterator[Report]:
+def reports(target: int | str, only: str, sample: bool) -> list[Report]:
+    """Every kernel of one target."""
     driver.set_active(Offline())
-    for target in targets:
-        seen = set()
-        for name, launch in catalogue(target, sample):
-            if not re.search(only, name):
-                continue
-            for what in caught(launch, target):
-                key = (what["fn"].__name__, what["specialization_data"])
-                if key not in seen:
-                    seen.add(key)
-                    yield compiled(target, name, what)
+    made, seen = [], set()
+    tiles = target if isinstance(target, int) else Offline.capability
+    for name, launch in catalogue(tiles, sample):
+        if not re.search(only, name):
+            continue
+        for what in caught(launch, tiles):
+            key = (what["fn"].__name__, what["specialization_data"])
+            if key not in seen:
+                seen.add(key)
+                made.append(compiled(target, name, what))
+    return made
+
+
+def all_reports(targets: list[int | str], jobs: int, only: str, sample: bool) -> Iterator[list[Report]]:
+    """Those of each target, as processes finish; the last targets have most kernels and begin first."""
+    work = functools.partial(reports, only=only, sample=sample)
+    if jobs == 1:
+        yield from map(work, targets)
+        return
+    context = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(jobs, context) as pool:
+        for done in concurrent.futures.as_completed([pool.submit(work, target) for target in reversed(targets)]):
+            yield done.result()
+
+
+def spoken(report: Report) -> str:
+    counts = " ".join(f"{name} {count}" for name, count in report.instructions.items())
+    return (
+        f"{label(report.target):6} {report.kernel:13} {report.name:60} {report.registers:3} registers "
+        f"{report.spills:4} spilled {report.shared:6} shared {report.seconds:5.1f} s  {counts}  "
+        + "; ".join(report.faults)
+    )
 
 
 def main() -> int:
+    given = arguments()
+    if given.markdown:
+        print(page([json.loads(path.read_text("utf-8")) for path in given.markdown]), end="")
+        return 0
+    began, rows = time.perf_counter(), []
+    for done in all_reports(given.targets, given.jobs, given.only, given.sample):
+        print("\n".join(map(spoken, done)), flush=True)
+        rows += done
+    rows.sort(key=lambda report: given.targets.index(report.target))
+    wrong = sum(bool(report.faults) for report in rows if isinstance(report.target, int))
+    seconds = round(time.perf_counter() - began)
+    if given.json:
+        written = {"triton": triton.__version__, "seconds": seconds, "jobs": given.jobs}
+        written["kernels"] = [dataclasses.asdict(report) for report in rows]
+        given.json.write_text(json.dumps(written, indent=1) + "\n", "utf-8")
+    print(f"{len(rows)} kernels in {seconds} s by {given.jobs} processes, {wrong} with faults")
+    return 1 if wrong else 0
+
+
+def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--targets", default=",".join(map(str, TARGETS)))
+    parser.add_argument("--targets", type=targets_of, default=list(TARGETS))
     parser.add_argument("--only", default="")
     parser.add_argument("--sample", action="store_true")
+    parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--json", type=Path)
-    given = parser.parse_args()
-    rows = []
-    for report in reports([int(word) for word in given.targets.split(",")], given.only, given.sample):
-        rows.append(dataclasses.asdict(report))
-        counts = " ".join(f"{name} {count}" for name, count in report.instructions.items())
-        print(
-            f"sm_{report.target} {report.kernel:13} {report.name:60} {report.registers:3} registers "
-            f"{report.spills:4} spilled {report.shared:6} shared {report.seconds:5.1f} s  {counts}  "
-            + "; ".join(report.faults),
-            flush=True,
-        )
-    if given.json:
-        given.json.write_text(json.dumps(rows, indent=1) + "\n", "utf-8")
-    wrong = sum(bool(row["faults"]) for row in rows)
-    print(f"{len(rows)} kernels, {wrong} with faults")
-    return 1 if wrong else 0
+    parser.add_argument("--markdown", type=Path, nargs="+", help="print a page from files of --json and KERNEL_ERRORS")
+    return parser.parse_args()
+
+
+def targets_of(text: str) -> list[int | str]:
+    words = text.split(",")
+    unknown = [word for word in words if word not in {*map(str, TARGETS), *OTHERS}]
+    if unknown:
+        raise argparse.ArgumentTypeError(f"no target {unknown[0]}: give of {(*TARGETS, *OTHERS)}")
+    return [int(word) if word.isdigit() else word for word in words]
 
 
 if __name__ == "__main__":

@@ -27,8 +27,10 @@ LEAST_SPAN = 256
 """Keys of a split that is worth its merge."""
 MERGED_AT_ONCE = 8
 LARGEST_GROUP = 128
-DESCRIPTOR_BLOCK = 64
-"""From which block size on descriptors are used: below, their boxes make products narrower than pointers do."""
+DESCRIPTOR_BLOCK = {"few": 16, "many": 64}
+"""From which block size on descriptors are used. A box lies within one block and is a product of its own: narrow
+products cost nothing where memory sets the pace, and do for many queries, where a product of four warps wants 64 keys.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,7 +111,7 @@ class Launch:
         tile = self._tile("few", rows.decode_q * self._group)
         splits, span = self._splits(tile)
         grid = one_axis(self.few * layer.kv_heads * splits, "attention of few queries")
-        self._run(grid, tile, 0, self.few, splits, span, uniform=True)
+        self._run("few", grid, tile, 0, self.few, splits, span)
         if splits > 1:
             self._merge(splits)
 
@@ -120,16 +122,13 @@ class Launch:
         count = rows.num_seqs - self.few
         tiles = rows.num_tokens // (tile.block_m // self._group) + count
         grid = one_axis(tiles * self._layer.kv_heads, "attention of many queries")
-        self._run(grid, tile, self.few, count, 1, max(rows.max_ctx, 1) + tile.block_n, uniform=False)
+        self._run("many", grid, tile, self.few, count, 1, max(rows.max_ctx, 1) + tile.block_n)
 
     def _tile(self, kernel: str, least: int) -> Tile:
-        """The table's tile, tall enough for `least` rows; its keys cut to a block where descriptors load them."""
+        """The table's tile, tall enough for `least` rows."""
         tile = self._choice.tile or tile_for(kernel, self._target, self._bytes(), max(self._dims))
         height = max(tile.block_m, power_of_two(least))
-        width = tile.block_n
-        if self._descriptors():
-            width = min(width, self._cache.keys.shape[2])
-        return Tile(height, width, tile.warps, tile.stages)
+        return Tile(height, tile.block_n, tile.warps, tile.stages)
 
     def _bytes(self) -> int:
         """How the table counts this product: a quantized cache under 16-bit queries needs registers to decode."""
@@ -157,14 +156,12 @@ class Launch:
         each = -(-steps // max(1, min(most, wanted)))
         return -(-steps // each), each * tile.block_n
 
-    def _run(
-        self, grid: tuple[int], tile: Tile, first: int, count: int, splits: int, span: int, *, uniform: bool
-    ) -> None:
+    def _run(self, kernel: str, grid: tuple[int], tile: Tile, first: int, count: int, splits: int, span: int) -> None:
         cache, layer, rows = self._cache, self._layer, self._rows
         k_scale, v_scale = scale_of(cache.k_scale, cache.keys), scale_of(cache.v_scale, cache.values)
         part, part_lse = self._parts(splits)
         keys, values = self._stored(cache.keys), self._stored(cache.values)
-        given = self._boxes(keys, values, tile) if self._descriptors() else (keys, values)
+        given = self._boxes(keys, values, tile) if self._descriptors(kernel) else (keys, values)
         attend_tile[grid](
             self._q, self._out, self._lse if self._lse is not None else self._scratch, part, part_lse, *given,
             k_scale, v_scale, rows.cu_q, rows.ctx_len, rows.block_table, rows.rows,
@@ -172,7 +169,7 @@ class Launch:
             layer.alibi if layer.alibi is not None else self._scratch,
             first, count, span, splits, self._scale(), layer.softcap or 1.0, self._q.stride(0),
             *keys.stride()[:3], *values.stride()[:3], *k_scale.stride(), *v_scale.stride(), rows.block_table.stride(0),
-            **self._constants(tile, splits, uniform), num_warps=tile.warps, num_stages=tile.stages,
+            **self._constants(kernel, tile, splits), num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
 
     def _merge(self, splits: int) -> None:
@@ -186,15 +183,15 @@ class Launch:
             SINKS=layer.sinks is not None, LSE=self._lse is not None, num_warps=4,
         )  # fmt: skip
 
-    def _constants(self, tile: Tile, splits: int, uniform: bool) -> dict[str, Any]:
+    def _constants(self, kernel: str, tile: Tile, splits: int) -> dict[str, Any]:
         layer, (k_dim, v_dim) = self._layer, self._dims
         return {
             "Q_HEADS": layer.q_heads, "KV_HEADS": layer.kv_heads, "DK": k_dim, "DV": v_dim,
             "BLOCK_DK": power_of_two(k_dim), "BLOCK_DV": power_of_two(v_dim), "BLOCK_SIZE": self._cache.keys.shape[2],
             "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "GROUP": self._group, "SPLIT": splits > 1,
-            "UNIFORM": uniform, "CAUSAL": layer.causal, "WINDOW": layer.window or 0,
+            "UNIFORM": kernel == "few", "CAUSAL": layer.causal, "WINDOW": layer.window or 0,
             "SOFTCAP": layer.softcap is not None, "SINKS": layer.sinks is not None, "ALIBI": layer.alibi is not None,
-            "FORMAT": self._format(), "SCALED": self._kind != "plain", "DESCRIPTORS": self._descriptors(),
+            "FORMAT": self._format(), "SCALED": self._kind != "plain", "DESCRIPTORS": self._descriptors(kernel),
             "LSE": self._lse is not None,
         }  # fmt: skip
 
@@ -212,11 +209,11 @@ class Launch:
     def _stored(self, tensor: torch.Tensor) -> torch.Tensor:
         return stored(tensor, self._kind)
 
-    def _descriptors(self) -> bool:
+    def _descriptors(self, kernel: str) -> bool:
         block_size = self._cache.keys.shape[2]
         possible = self._target >= DESCRIPTOR_TARGET and block_size in DESCRIPTOR_BLOCKS and self._aligned()
         if self._choice.descriptors is None:
-            return possible and block_size >= DESCRIPTOR_BLOCK
+            return possible and block_size >= DESCRIPTOR_BLOCK[kernel]
         if self._choice.descriptors and not possible:
             raise UnsupportedError(
                 [f"descriptors for blocks of {block_size} on {self._target}: leave `descriptors` unset"]
@@ -230,7 +227,9 @@ class Launch:
         return all(number % 16 == 0 for number in (*strides, *(cache.data_ptr() for cache in caches)))
 
     def _boxes(self, keys: torch.Tensor, values: torch.Tensor, tile: Tile) -> list[Any]:
+        """Descriptors of rows from within one block: a whole tile of keys, or one of several boxes of it."""
+        height = min(tile.block_n, self._cache.keys.shape[2])
         return [
-            TensorDescriptor(cache, cache.shape, cache.stride(), [1, 1, tile.block_n, power_of_two(cache.shape[3])])
+            TensorDescriptor(cache, cache.shape, cache.stride(), [1, 1, height, power_of_two(cache.shape[3])])
             for cache in (keys, values)
         ]

@@ -103,42 +103,67 @@ def scan(
     BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr,
     FORMAT: tl.constexpr, SCALED: tl.constexpr, DESCRIPTORS: tl.constexpr,
 ):  # fmt: skip
-    """Keys [low, high) in steps of BLOCK_N -> (sum of weighted values, largest score, sum of weights) of each row."""
+    """Keys [low, high) in steps of BLOCK_N -> (sum of weighted values, largest score, sum of weights) of each row.
+
+    A step whose keys come by descriptor is made of boxes, each from within one block and multiplied by itself: put
+    together they would pass through registers once more.
+    """
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     top = tl.full([BLOCK_M], NEVER, tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     far = head.to(tl.int64)
+    BOX: tl.constexpr = BLOCK_SIZE if DESCRIPTORS and BLOCK_SIZE < BLOCK_N else BLOCK_N
     for at in tl.range(low, high, BLOCK_N):
-        n = at + tl.arange(0, BLOCK_N)
-        inside = (n >= seen_from) & (n < high)
-        block = tl.load(table + n // BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
-        slot = n % BLOCK_SIZE
-        if DESCRIPTORS:
-            page = tl.load(table + at // BLOCK_SIZE)
-            k = box(keys, page, head, at % BLOCK_SIZE, BLOCK_N, BLOCK_DK)
-        else:
-            k = gathered(keys + block * k_b + far * k_h + slot * k_n, inside, DK, BLOCK_DK)
-        s = tl.dot(queries, tl.trans(decoded(k, FORMAT, queries.dtype)), input_precision="ieee") * scale
-        if SCALED:
-            s *= tl.load(k_scale + block * ks_b + far * ks_h + slot * ks_n, mask=inside, other=0.0)[None, :]
-        s = shaped(s, n, position, slopes, softcap, SOFTCAP, ALIBI)
-        s = tl.where(visible(n, inside, position, CAUSAL, WINDOW), s, NEVER)
-        higher = tl.maximum(top, tl.max(s, 1))
+        scores = ()
+        higher = top
+        for i in tl.static_range(BLOCK_N // BOX):
+            n, inside, block, slot = places(table, at + i * BOX, seen_from, high, BLOCK_SIZE, BOX)
+            if DESCRIPTORS:
+                page = page_of(table, at + i * BOX, seen_from, high, BLOCK_SIZE, BOX)
+                k = box(keys, page, head, at, BLOCK_SIZE, BOX, BLOCK_DK)
+            else:
+                k = gathered(keys + block * k_b + far * k_h + slot * k_n, inside, DK, BLOCK_DK)
+            s = tl.dot(queries, tl.trans(decoded(k, FORMAT, queries.dtype)), input_precision="ieee") * scale
+            if SCALED:
+                s *= tl.load(k_scale + block * ks_b + far * ks_h + slot * ks_n, mask=inside, other=0.0)[None, :]
+            s = shaped(s, n, position, slopes, softcap, SOFTCAP, ALIBI)
+            s = tl.where(visible(n, inside, position, CAUSAL, WINDOW), s, NEVER)
+            higher = tl.maximum(higher, tl.max(s, 1))
+            scores = scores + (s,)  # noqa: RUF005 (Triton's language has no stars)
         finite = tl.where(higher == NEVER, 0.0, higher)
-        p = tl.exp2(s - finite[:, None])
         shrink = tl.exp2(top - finite)
         top = higher
-        total = total * shrink + tl.sum(p, 1)
-        if SCALED:
-            p *= tl.load(v_scale + block * vs_b + far * vs_h + slot * vs_n, mask=inside, other=0.0)[None, :]
-        if DESCRIPTORS:
-            v = box(values, page, head, at % BLOCK_SIZE, BLOCK_N, BLOCK_DV)
-            v = tl.where(inside[:, None], decoded(v, FORMAT, queries.dtype), 0.0)
-        else:
-            v = gathered(values + block * v_b + far * v_h + slot * v_n, inside, DV, BLOCK_DV)
-            v = decoded(v, FORMAT, queries.dtype)
-        acc = tl.dot(p.to(queries.dtype), v, acc * shrink[:, None], input_precision="ieee")
+        total *= shrink
+        acc *= shrink[:, None]
+        for i in tl.static_range(BLOCK_N // BOX):
+            n, inside, block, slot = places(table, at + i * BOX, seen_from, high, BLOCK_SIZE, BOX)
+            p = tl.exp2(scores[i] - finite[:, None])
+            total += tl.sum(p, 1)
+            if SCALED:
+                p *= tl.load(v_scale + block * vs_b + far * vs_h + slot * vs_n, mask=inside, other=0.0)[None, :]
+            if DESCRIPTORS:
+                page = page_of(table, at + i * BOX, seen_from, high, BLOCK_SIZE, BOX)
+                v = box(values, page, head, at, BLOCK_SIZE, BOX, BLOCK_DV)
+                v = tl.where(inside[:, None], decoded(v, FORMAT, queries.dtype), 0.0)
+            else:
+                v = gathered(values + block * v_b + far * v_h + slot * v_n, inside, DV, BLOCK_DV)
+                v = decoded(v, FORMAT, queries.dtype)
+            acc = tl.dot(p.to(queries.dtype), v, acc, input_precision="ieee")
     return acc, top, total
+
+
+@triton.jit
+def places(table, at, seen_from, high, BLOCK_SIZE: tl.constexpr, BOX: tl.constexpr):
+    """(BOX keys from `at` on, whether each is seen, its block, its slot there)."""
+    n = at + tl.arange(0, BOX)
+    inside = (n >= seen_from) & (n < high)
+    return n, inside, tl.load(table + n // BLOCK_SIZE, mask=inside, other=0).to(tl.int64), n % BLOCK_SIZE
+
+
+@triton.jit
+def page_of(table, at, seen_from, high, BLOCK_SIZE: tl.constexpr, BOX: tl.constexpr):
+    """The block of the box at `at`; block 0 where none of its keys is seen."""
+    return tl.load(table + at // BLOCK_SIZE, mask=(at < high) & (at + BOX > seen_from), other=0)
 
 
 @triton.jit
@@ -150,9 +175,9 @@ def gathered(at, inside, DIM: tl.constexpr, BLOCK_D: tl.constexpr):
 
 
 @triton.jit
-def box(cache, page, head, slot, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):
-    """The same by one descriptor load from within one block; entries past the head's dim arrive as zeros."""
-    return cache.load([page, head, slot, 0]).reshape(BLOCK_N, BLOCK_D)
+def box(cache, page, head, at, BLOCK_SIZE: tl.constexpr, BOX: tl.constexpr, BLOCK_D: tl.constexpr):
+    """BOX rows of block `page` by one descriptor load; entries past the head's dim arrive as zeros."""
+    return cache.load([page, head, at % BLOCK_SIZE, 0]).reshape(BOX, BLOCK_D)
 
 
 @triton.jit

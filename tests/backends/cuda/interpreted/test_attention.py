@@ -61,6 +61,16 @@ def test_descriptors_equal_float64(block_size, stored):
     bench.check()
 
 
+@pytest.mark.parametrize("stored", [None, torch.int8])
+def test_boxes_of_several_blocks_make_a_step(stored):
+    """Steps over 64 keys out of four blocks of 16: several, cut by the window, by the end, and by splits."""
+    rows = [(150, 1), (70, 1), (16, 1)]
+    bench = Bench(Setup(rows=rows, num_decode=3, dtype=BF16, stored=stored, layer={"window": 101}))
+    bench.table[1:, :] = np.where(bench.table[1:, :] == 0, 99, bench.table[1:, :])  # past a row's end: no block at all
+    bench.attend(target=90, choice=Choice(tile=Tile(16, 64, 4, 3), span=128))
+    bench.check()
+
+
 @pytest.mark.parametrize("layer", [{}, {"sinks": True, "softcap": 9.0}, {"window": 70}])
 def test_splits_are_merged(layer):
     bench = Bench(Setup(rows=[(300, 1), (5, 1), (130, 1)], num_decode=3, dtype=FP32, block_size=32, layer=layer))
