@@ -28,6 +28,8 @@ FRACTION = 0.85
 """The share of what is available that an engine may fill when the user does not say."""
 RESERVE, RESERVE_PART = 512 << 20, 16
 """Never touched, left to the system: 512 MiB, or a sixteenth of all memory if that is more."""
+NO_NVML = "NVML_SUCCESS == r"
+"""In what torch's allocator raises where memory is short: it asks NVML for its report, which these boards lack."""
 
 
 class JetsonRuntime(CudaRuntime):
@@ -73,23 +75,20 @@ class JetsonBackend(CudaBackend):
         held = memory.allocated or 0
         reach = min(memory.total, _available(memory) + held)
         share = FRACTION if fraction is None else fraction
-        return max(0, int(share * reach) - _reserve(memory.total) - held - reserved)
+        return max(0, int(share * reach) - _reserve(memory) - held - reserved)
 
     def alloc_pool(self, spec: PoolSpec) -> Pool:
         """Raises `OutOfDeviceMemory` before the system is left with less than its reserve, whoever took the rest."""
         memory, cost = self.memory(), self.pool_cost(spec)
-        if memory.total is not None and memory.free is not None:
-            asked, reserve = cost.fixed + spec.num_blocks * cost.per_block, _reserve(memory.total)
-            left = max(0, _available(memory) - reserve)
-            if asked > left:
-                raise OutOfDeviceMemory(
-                    f"{_mib(asked)} of cache, {_mib(left)} can be had: {_mib(memory.free)} of {_mib(memory.total)} are "
-                    f"available now, and {_mib(reserve)} stay free for the system. Give fewer blocks (num_blocks, "
-                    "kv_cache_memory), or end what else uses memory (another runtime, the desktop)",
-                    requested=asked,
-                    free=left,
-                )
-        return super().alloc_pool(spec)
+        asked = cost.fixed + spec.num_blocks * cost.per_block
+        if memory.total is not None and memory.free is not None and asked > _left(memory):
+            raise _shortage(asked, memory)
+        try:
+            return super().alloc_pool(spec)
+        except RuntimeError as error:
+            if NO_NVML in str(error):
+                raise _shortage(asked, self.memory()) from error
+            raise
 
     def communicator(self, group: Sequence[int]) -> NoReturn:
         raise UnsupportedError("a Jetson has one GPU: leave tensor_parallel_size at 1")
@@ -99,12 +98,23 @@ def _available(memory: MemoryInfo) -> int:
     return (memory.free or 0) + (memory.reclaimable or 0)
 
 
-def _reserve(total: int) -> int:
-    return max(RESERVE, total // RESERVE_PART)
+def _reserve(memory: MemoryInfo) -> int:
+    return max(RESERVE, (memory.total or 0) // RESERVE_PART)
 
 
-def _mib(size: int) -> str:
-    return f"{size >> 20} MiB"
+def _left(memory: MemoryInfo) -> int:
+    return max(0, _available(memory) - _reserve(memory))
+
+
+def _shortage(asked: int, memory: MemoryInfo) -> OutOfDeviceMemory:
+    left, reserve, free, total = _left(memory), _reserve(memory), memory.free or 0, memory.total or 0
+    return OutOfDeviceMemory(
+        f"{asked >> 20} MiB of cache, {left >> 20} can be had: {free >> 20} of {total >> 20} MiB are available, and "
+        f"{reserve >> 20} stay free for the system. Give fewer blocks (num_blocks, kv_cache_memory), or end what else "
+        "uses memory (another runtime, the desktop)",
+        requested=asked,
+        free=left,
+    )
 
 
 def open_backend(*given: Any, root: Path, wheels: str, **more: Any) -> AttentionBackend:

@@ -6,7 +6,13 @@ from pathlib import Path
 
 import pytest
 
+from pagedkv.api import PoolCost
+from pagedkv.config import EngineConfig
+from pagedkv.engine.memory import choose_host
 from pagedkv.errors import ConfigError, OutOfDeviceMemory
+from pagedkv_jetson.descriptor import JetsonDescriptor
+from tests.backends.jetson import trees
+from tests.backends.jetson.double import double
 from tests.helpers.cpu_plugins import cpu_plugin
 from tests.helpers.engine_rig import engine, greedy, solo, some_prompts, token_ids
 
@@ -73,3 +79,22 @@ def test_u106_it_is_taken_from_what_the_cache_can_have() -> None:
         engine(**settings),
     ):
         pass
+
+
+@pytest.mark.parametrize("given", [{}, {"swap_space": "auto"}, {"swap_space": 0}, {"swap_space": "2GiB"}])
+def test_u106_a_board_with_shared_memory_has_nothing_to_swap_to(given: dict[str, object], tmp_path: Path) -> None:
+    (device,) = JetsonDescriptor(trees.board(tmp_path, "orin-nx-16")).probe()
+    can = JetsonDescriptor(tmp_path).describe(device)
+    assert device.unified and "host" not in can.placements
+    backend = double(tmp_path)
+    config = EngineConfig.of(model="demo", **given)
+
+    def host() -> object:
+        return choose_host(config, can.placements, backend.memory(), lambda: PoolCost(per_block=1, fixed=0), "jetson")
+
+    if given.get("swap_space") == "2GiB":
+        with pytest.raises(ConfigError, match="backend jetson has no host memory beside its own; leave it out"):
+            host()
+    else:
+        assert host() is None
+    backend.close()

@@ -11,6 +11,8 @@ from pagedkv.errors import OutOfDeviceMemory
 from pagedkv_cpu import host
 from pagedkv_cpu.backend import CpuBackend
 from pagedkv_cpu.descriptor import CpuDescriptor
+from tests.backends.jetson import trees
+from tests.backends.jetson.double import double
 from tests.helpers.memory_rig import GIB, Telling, planned
 
 KIB = GIB >> 10
@@ -52,3 +54,19 @@ def test_u99_page_cache_that_can_be_reclaimed_is_room_whatever_the_device_is_cal
     assert plan.room == int(0.9 * 64 * GIB) - 24 * GIB - plan.weights - plan.workspace
     assert plan.cache <= plan.room < plan.cache + plan.cost.per_block
     assert "40.0 GiB available (shared with the host)" in plan.table()
+
+
+@pytest.mark.parametrize("board", ["agx-orin-64", "thor"])
+@pytest.mark.parametrize("inside", [False, True])
+def test_u99_a_board_with_shared_memory_plans_with_what_is_available(tmp_path: Path, board: str, inside: bool) -> None:
+    root = (trees.container if inside else trees.board)(tmp_path, board)
+    trees.meminfo(root, total=64 * GIB, available=40 * GIB, free=GIB)
+    backend = double(root)
+    plan = planned(backend)
+    assert plan.room == int(0.85 * 40 * GIB) - 4 * GIB - plan.weights - plan.workspace, "a sixteenth stays free"
+    assert plan.cache <= plan.room < plan.cache + plan.cost.per_block
+    assert "64.0 GiB, 40.0 GiB available (shared with the host)" in plan.table()
+    trees.meminfo(root, total=64 * GIB, available=GIB, free=GIB)
+    with pytest.raises(OutOfDeviceMemory):
+        planned(backend)
+    backend.close()

@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pagedkv.api import BackendUnavailable, MemoryInfo, OutOfDeviceMemory, UnsupportedError, World
+from pagedkv.api import BackendUnavailable, MemoryInfo, OutOfDeviceMemory, PoolCost, UnsupportedError, World
+from pagedkv.engine.memory import plan_memory
 from pagedkv_cuda import devices, opening
 from pagedkv_jetson import backend as module
 from pagedkv_jetson.backend import JetsonBackend, JetsonRuntime, open_backend
@@ -19,8 +20,10 @@ from tests.backends.cuda.test_pool import spec
 from tests.backends.jetson import trees
 from tests.backends.jetson.double import Holding, double
 from tests.backends.jetson.trees import GIB
+from tests.helpers.memory_rig import request
 
 MIB = 1 << 20
+COST = PoolCost(per_block=MIB, fixed=MIB)
 RESERVE = {4: 512 * MIB, 8: 512 * MIB, 16: GIB, 64: 4 * GIB}
 """What stays free, by the board's memory in GiB."""
 
@@ -100,6 +103,32 @@ def test_u102_no_figure_lifts_the_ceiling(
     assert backend.kv_budget(fraction, reserved + GIB) <= size
 
 
+@given(st.lists(st.integers(-2 * GIB, 2 * GIB), min_size=2, max_size=2), st.none() | st.floats(0.5, 1.0))
+@settings(max_examples=50, deadline=None)
+def test_u101_answers_that_jump_end_no_start_and_lift_no_ceiling(
+    tmp_path_factory: pytest.TempPathFactory, jumps: list[int], fraction: float | None
+) -> None:
+    root = tmp_path_factory.mktemp("tree")
+    backend = double(root)
+    answers = [40 * GIB + jump for jump in jumps]
+
+    def jump(available: int) -> None:
+        trees.meminfo(root, total=64 * GIB, available=available, free=GIB)
+
+    jump(answers[0])
+    memory = backend.memory()
+
+    def budget(fraction: float | None, reserved: int) -> int | None:
+        jump(answers[1])
+        return backend.kv_budget(fraction, reserved)
+
+    plan = plan_memory(request(fraction=fraction, max_num_seqs=10_000), COST, memory, budget)
+    share = 0.85 if fraction is None else fraction
+    assert plan.num_blocks > 1000
+    assert plan.total <= min(answers[0], share * answers[1] - 4 * GIB)
+    backend.close()
+
+
 # -- the last guard ----------------------------------------------------------------------------------------------------
 
 
@@ -110,7 +139,7 @@ def test_u102_an_explicit_size_that_would_take_the_hosts_reserve_is_refused(tmp_
     with pytest.raises(OutOfDeviceMemory) as raised:
         backend.alloc_pool(dataclasses.replace(spec(), num_blocks=blocks + 1))
     said = str(raised.value)
-    assert "1024 MiB of 8192 MiB are available now, and 512 MiB stay free for the system" in said
+    assert "1024 of 8192 MiB are available, and 512 stay free for the system" in said
     assert raised.value.free == 512 * MIB and raised.value.requested > 512 * MIB
     assert backend.alloc_pool(spec()).num_blocks == 8, "the instance stays usable"
 

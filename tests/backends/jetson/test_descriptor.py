@@ -9,9 +9,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
 from pagedkv.api import BackendUnavailable, DeviceInfo, World
 from pagedkv.checking.capabilities import exceeds
+from pagedkv.cli import main as cli
 from pagedkv.conformance import loading_child
 from pagedkv.plugins import check_options
 from pagedkv_cuda import devices, packages
@@ -21,6 +23,7 @@ from pagedkv_jetson import backend as backend_module
 from pagedkv_jetson.descriptor import EXTRA, JetsonDescriptor, narrowed
 from tests.backends.jetson import trees
 from tests.backends.jetson.trees import BOARDS, ORINS, TREE
+from tests.helpers.plugin_dists import install
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -139,6 +142,27 @@ def test_u105_a_torch_without_cuda_is_said_with_where_a_fitting_one_is(
     device = probed(trees.board(tmp_path, name))
     assert device.score == 0 and device.reason.startswith("torch 2.13.0 is built without CUDA; a torch for this board")
     assert words in device.reason
+
+
+@pytest.mark.skipif(packages.torch_cuda() is not None, reason="needs a torch without CUDA")
+def test_u105_doctor_says_it_of_a_boards_files_and_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = trees.board(tmp_path / "board", "orin-nano-8")
+    source = f"""
+from pathlib import Path
+from pagedkv_jetson.descriptor import JetsonDescriptor
+class Fake(JetsonDescriptor):
+    name = "fake"
+    def __init__(self):
+        super().__init__(Path({str(root)!r}))
+"""
+    monkeypatch.syspath_prepend(str(install(tmp_path / "site", source)))
+    result = CliRunner().invoke(cli.pagedkv, ["doctor", "--backend", "fake", "--json"])
+    assert result.exit_code != 0
+    (row,) = json.loads(result.stdout)["backends"]
+    said = " ".join(row["reasons"])
+    assert "is built without CUDA" in said and "folder jp6/cu126" in said
+    assert row["diagnose"]["board"].startswith("Jetson Orin Nano 8GB, developer kit")
+    assert "jp6/cu126" in row["diagnose"]["change"]
 
 
 def test_u105_without_a_release_the_guide_is_named(tmp_path: Path, packs: dict[str, str | None]) -> None:
