@@ -10,6 +10,7 @@ from click.testing import CliRunner
 from pagedkv import plugins
 from pagedkv.api.errors import BackendLoadError
 from pagedkv.cli.main import pagedkv
+from tests.helpers.fake_machine import stub_torch
 from tests.helpers.plugin_dists import descriptor, install
 
 CAUSE = "ModuleNotFoundError: No module named 'vendor_sdk_of_last_year'"
@@ -54,7 +55,8 @@ def test_u70_the_list_shows_the_failed_one_and_succeeds():
     assert rows["good"]["status"] == "ok"
 
 
-def test_u70_doctor_fails_when_the_named_one_cannot_be_used():
+def test_u70_doctor_fails_when_the_named_one_cannot_be_used(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(stub_torch(tmp_path / "torch")))
     named, automatic = run("doctor", "--backend", "stale"), run("doctor")
     assert named.exit_code == 2 and CAUSE in named.stdout
     assert automatic.exit_code == 1 and "would be chosen: good" in automatic.stdout and CAUSE in automatic.stdout
