@@ -13,7 +13,11 @@ LEVELS: tuple[Level, ...] = ("broken", "warning", "note")
 Verdict = Literal["fine", "warnings", "broken"]
 EXIT_CODES: Mapping[Verdict, int] = {"fine": 0, "warnings": 1, "broken": 2}
 
-_COMMAND = re.compile(r"(?:(?:sudo )?(?:pip|apt-get) (?:un)?install|docker run|export|unset|source) [^;,()`]+(?<! )")
+_WORDS = r"(?:'[^']*'|[^\s;,()`:'\"]|:(?=//))+"
+_COMMAND = re.compile(
+    rf"(?:(?:sudo )?(?:pip|apt-get) (?:un)?install|docker run|export(?= [A-Z_]+=)|unset(?= [A-Z_]+\b)|source(?= [/~.]))"
+    rf"(?: (?!or |and |then |in |instead)(?!or$|and$|then$|in$){_WORDS})+"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,4 +56,4 @@ def command_in(text: str) -> str:
     if quoted := re.search(r"`([^`]+)`", text):
         return quoted[1]
     found = _COMMAND.search(text)
-    return found[0].strip() if found else ""
+    return found[0].rstrip(".") if found else ""

@@ -9,7 +9,7 @@ from typing import Any
 
 from pagedkv.diagnosis.findings import Finding
 from pagedkv.diagnosis.known import Known, Pair, known
-from pagedkv.plugins.requirements import Unmet, installed_version, satisfies, unmet
+from pagedkv.plugins.requirements import Unmet, installed_version, requirements, satisfies, unmet
 
 NEEDED = ("torch", "numpy", "tokenizers", "safetensors", "huggingface-hub", "stevedore", "transformers")
 """Shown even where they are missing; the backends' own distributions come on top."""
@@ -58,16 +58,26 @@ def _judged(here: Mapping[str, str], rows: Sequence[Pair]) -> dict[str, Any] | N
     concerned = [row for row in rows if satisfies(version, row.versions)]
     fitting = [row for row in concerned if satisfies(other, row.fits)]
     best = min(fitting, key=lambda row: row.state != "tested", default=None)
-    wrong = not fitting and any(row.strict for row in rows)
+    state, source = (best.state, best.source) if best else _unlisted(here, rows)
     return {
         "package": package,
         "version": version,
         "beside": beside,
         "beside_version": other,
-        "state": best.state if best else "wrong" if wrong else "unknown",
-        "source": best.source if best else "",
+        "state": state,
+        "source": source,
         "fits": " or ".join(row.fits for row in concerned),
+        "known": " or ".join(dict.fromkeys(row.versions for row in rows)),
     }
+
+
+def _unlisted(here: Mapping[str, str], rows: Sequence[Pair]) -> tuple[str, str]:
+    """(state, source) of a pair in no row: one of the two may itself say that they fit."""
+    for owner, other in ((rows[0].package, rows[0].beside), (rows[0].beside, rows[0].package)):
+        declared = [one for one in requirements(owner) if one.name == other and one.specifier]
+        if declared and all(satisfies(here[other], str(one.specifier)) for one in declared):
+            return "declared", f"the metadata of the installed {owner}"
+    return ("wrong" if any(row.strict for row in rows) else "unknown"), ""
 
 
 def pair_findings(judged: Iterable[Mapping[str, Any]]) -> Iterator[Finding]:
@@ -77,13 +87,14 @@ def pair_findings(judged: Iterable[Mapping[str, Any]]) -> Iterator[Finding]:
             continue
         wrong = pair["state"] == "wrong"
         fits = pair["fits"].split(" or ")[0] if pair["fits"] else ""
-        known_to = f"{pair['package']} {pair['version']} is known to work with {pair['beside']} {pair['fits']}"
+        version = pair["version"] if fits else pair["known"]
+        known_to = f"{pair['package']} {version} is known to work with {pair['beside']} {pair['fits']}".rstrip()
         yield Finding(
             level="warning" if wrong else "note",
             about="pairs",
             what=f"{pair['package']} {pair['version']} beside {pair['beside']} {pair['beside_version']}: "
             + ("they do not fit" if wrong else "nobody has tried them here"),
-            why=known_to if fits else f"no {pair['beside']} is known to work with this {pair['package']}",
+            why=known_to,
             command=_other_version(pair, fits),
         )
 
@@ -91,7 +102,8 @@ def pair_findings(judged: Iterable[Mapping[str, Any]]) -> Iterator[Finding]:
 def _other_version(pair: Mapping[str, Any], fits: str) -> str:
     if pair["beside"] == "python":
         return "python3.11 -m venv .venv"
-    return f"pip install '{pair['beside']}{fits}'" if fits else f"pip uninstall {pair['beside']}"
+    known = pair["known"].split(" or ")[0]
+    return f"pip install '{pair['beside']}{fits}'" if fits else f"pip install '{pair['package']}{known}'"
 
 
 def conflict_findings(versions: Mapping[str, str], known: Known) -> Iterator[Finding]:

@@ -71,7 +71,7 @@ def _is_path(text: str) -> bool:
 
 def _forms(path: str) -> set[str]:
     """The ways in which a message may spell it."""
-    expanded = Path(path).expanduser()
+    expanded = Path(os.path.expanduser(path))
     return {path, str(expanded), str(expanded.absolute()), str(expanded.resolve())}
 
 
@@ -84,9 +84,8 @@ def _shortened(found: re.Match[str]) -> str:
 
 def _known_folders() -> Iterable[tuple[str, str]]:
     """(folder, what it is) of every folder whose name may tell who somebody is."""
-    yield str(Path.home()), "~"
-    if os.environ.get("HOME"):
-        yield os.environ["HOME"], "~"
+    if (home := os.path.expanduser("~")) != "~":
+        yield home, "~"
     yield str(Path.cwd()), "<here>"
     yield sys.prefix, "<python>"
     for folder in (*site.getsitepackages(), site.getusersitepackages(), sysconfig.get_path("purelib")):

@@ -47,7 +47,7 @@ def satisfies(version: str, specifiers: str) -> bool:
 
 def unmet(distribution: str) -> Iterator[Unmet]:
     """What the distribution requires in this environment, extras aside, and does not find."""
-    for requirement in _requirements(distribution):
+    for requirement in requirements(distribution):
         installed = installed_version(requirement.name)
         if installed is None or not satisfies(installed, str(requirement.specifier)):
             yield Unmet(
@@ -58,7 +58,8 @@ def unmet(distribution: str) -> Iterator[Unmet]:
             )
 
 
-def _requirements(distribution: str) -> Iterator[Requirement]:
+def requirements(distribution: str) -> Iterator[Requirement]:
+    """What the distribution requires in this environment, extras aside; nothing where it is not installed."""
     try:
         lines = importlib.metadata.requires(distribution) or []
     except importlib.metadata.PackageNotFoundError:

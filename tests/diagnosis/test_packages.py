@@ -65,7 +65,7 @@ def test_each_pair_that_is_here_is_judged(versions, states):
     ("versions", "level", "command"),
     [
         ({"a": "2.5", "b": "4.0"}, "note", "pip install 'b==3.1'"),
-        ({"a": "3.0", "b": "3.2"}, "note", "pip uninstall b"),
+        ({"a": "3.0", "b": "3.2"}, "note", "pip install 'a==2.*'"),
         ({"a": "2.1", "c": "2.2"}, "warning", "pip install 'c==2.1'"),
     ],
 )
@@ -73,6 +73,17 @@ def test_a_pair_that_nobody_tried_is_a_note_and_a_wrong_one_a_warning(versions, 
     (finding,) = packages.pair_findings(packages.pairs(versions, TABLE))
     assert (finding.level, finding.command) == (level, command)
     assert all(version in finding.what for version in versions.values())
+
+
+def test_what_a_package_itself_requires_counts_where_no_row_says_more(tmp_path, monkeypatch):
+    folder = install(tmp_path / "site", descriptor(), distribution="a", version="3.0")
+    with next(folder.glob("*.dist-info/METADATA")).open("a") as metadata:
+        metadata.write("Requires-Dist: b==3.2\n")
+    monkeypatch.syspath_prepend(str(folder))
+    (pair,) = packages.pairs({"a": "3.0", "b": "3.2"}, TABLE)
+    assert (pair["state"], pair["source"]) == ("declared", "the metadata of the installed a")
+    (pair,) = packages.pairs({"a": "3.0", "b": "3.3"}, TABLE)
+    assert pair["state"] == "unknown"
 
 
 def test_pairs_that_fit_are_no_finding():

@@ -6,6 +6,8 @@ import sys
 import sysconfig
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from pagedkv.diagnosis import privacy
 from pagedkv.diagnosis.privacy import Privacy
@@ -57,6 +59,20 @@ def test_a_models_folder_is_hidden_however_it_is_spelt_and_a_hub_id_is_not(jane,
         "'<path>/llama/config.json' and '<path>/llama'"
     )
     assert Privacy(["org/name"]).text("org/name is not here") == "org/name is not here"
+
+
+WORD = st.text("abcdefghijklmnop0123456789-_.", min_size=1, max_size=9).filter(lambda word: set(word) != {"."})
+AROUND = st.sampled_from(["{}", "'{}'", "cannot open {}: no such file", "x={},", "({})", "{}:/usr/lib", "[{}]"])
+
+
+@given(
+    st.lists(WORD, max_size=3), st.lists(WORD, max_size=3), WORD, AROUND, st.sampled_from(["/data", "/mnt", "/home"])
+)
+def test_no_folder_outside_the_systems_own_is_ever_shown(before, after, last, around, root):
+    path = "/".join((root, *before, "SecretFolder", *after, last))
+    cleaned = Privacy().text(around.format(path))
+    assert "SecretFolder" not in cleaned and root not in cleaned
+    assert Privacy().text(cleaned) == cleaned, "cleaning twice changes nothing"
 
 
 def test_values_in_every_depth_and_keys_stay(jane):
