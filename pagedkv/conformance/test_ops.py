@@ -1,4 +1,7 @@
-"""Ops that the backend computes itself, against the reference in float64; what it declines is not asked for."""
+"""Ops that the backend computes itself, against the reference in float64; what it declines is not asked for.
+
+Ids have no tolerance, edges have: an id is right if the reference draws it for a number, or a share, `EDGE` beside.
+"""
 
 from __future__ import annotations
 
@@ -21,6 +24,10 @@ TOLERANCE = {"fp32": 2e-5, "fp16": 4e-3, "bf16": 4e-2}
 """Largest error relative to the largest value of the result: several roundings, in the order each backend likes."""
 
 TOKENS = (1, 5, 33)
+
+VOCABULARIES = (50, 5003)
+EDGE = 1e-6
+"""How near to a token's edge float32 sums may take its neighbour, as a share of the whole."""
 
 Draw = Callable[..., torch.Tensor]
 
@@ -116,13 +123,125 @@ def test_against_the_reference(kit: Kit, name: str) -> None:
 
 
 @pytest.mark.law("ops: an attribute that an op does not know is declined with None")
-@pytest.mark.parametrize("name", list(ASKS))
+@pytest.mark.parametrize("name", [*ASKS, "greedy", "sample"])
 def test_unknown_attribute(kit: Kit, name: str) -> None:
-    ask = ASKS[name][0]
+    ask = ASKS[name][0] if name in ASKS else Ask(dims={"vocab": VOCABULARIES[0]}, arguments=lambda draw, t: ())
     spec = OpSpec(dtype=kit.dtype, dims=ask.dims, attributes={**ask.attributes, "attribute_of_tomorrow": 1})
     assert kit.backend.op(name, spec) is None, (
         f"op({name!r}) with an attribute it cannot know gives something: it would ignore what the attribute asks for"
     )
+
+
+# -- sampling ----------------------------------------------------------------------------------------------------------
+
+INF, NAN = float("inf"), float("nan")
+
+CUTS = ((1.0, 0, 1.0), (0.0, 3, 0.5), (0.7, 5, 1.0), (1.3, 0, 0.8), (2.0, 20, 0.6), (1.0, 1, 1.0), (1.0, 0, 0.0))
+"""(temperature, top_k, top_p), one for each row in turn; top_k 0 stands for the vocabulary, which cuts nothing."""
+
+
+def _unkind(logits: torch.Tensor) -> list[torch.Tensor]:
+    """Rows [1, V] made of a plain one: ties, masked ids, certainty, a NaN, nothing."""
+    tied, few, certain, spoiled = (logits[:1].clone() for _ in range(4))
+    tied[0, [7, 3, 40]] = tied.max() + 1
+    few[0, torch.arange(few.shape[1]) % 9 != 4] = -INF
+    certain[0, [30, 20]] = INF
+    spoiled[0, -1] = NAN
+    flat = torch.zeros_like(logits[:1])
+    return [tied, few, certain, spoiled, flat, torch.full_like(flat, -INF)]
+
+
+def _logits(dtype: str, vocab: int, seed: int = 0) -> torch.Tensor:
+    """Plain rows and unkind ones; in 16 bits most rows have ties."""
+    plain = 3 * torch.randn(len(CUTS), vocab, generator=torch.Generator().manual_seed(seed))
+    return torch.cat([plain, *_unkind(plain)]).to(TORCH[dtype])
+
+
+def _sampling_op(kit: Kit, name: str, dtype: str, vocab: int) -> Callable[..., list[int]] | None:
+    """The backend's op over host tensors, its ids checked for their form; None where it has none."""
+    op = kit.backend.op(name, OpSpec(dtype=dtype, dims={"vocab": vocab}))
+    if op is None:
+        return None
+
+    def asked(*arguments: torch.Tensor) -> list[int]:
+        ids = op(*(tensor.to(kit.backend.torch_device, copy=True) for tensor in arguments))
+        form = (tuple(ids.shape), ids.dtype)
+        assert form == ((len(arguments[0]),), torch.int32), f"{name} gives {form}, must give one int32 for each row"
+        event, found = kit.backend.to_host(ids)
+        event.join()
+        return [int(i) for i in found]
+
+    return asked
+
+
+@pytest.mark.law("ops: greedy gives the lowest of the most probable ids, and -1 where there is none")
+def test_greedy(kit: Kit) -> None:
+    answered = 0
+    for dtype in (d for d in kit.can.dtypes if d in TORCH):
+        for vocab in VOCABULARIES:
+            op = _sampling_op(kit, "greedy", dtype, vocab)
+            if op is not None:
+                answered += 1
+                logits = _logits(dtype, vocab)
+                _same_ids(op(logits), [{i} for i in REFERENCE["greedy"](logits).tolist()], "greedy", dtype, vocab)
+    kit.report("answered", answered)
+
+
+@pytest.mark.law("ops: sample cuts by top-k and top-p and draws as its reference does")
+def test_sample(kit: Kit) -> None:
+    answered = 0
+    for dtype in (d for d in kit.can.dtypes if d in TORCH):
+        for vocab in VOCABULARIES:
+            op = _sampling_op(kit, "sample", dtype, vocab)
+            if op is not None:
+                answered += 1
+                for number in (0.0, 0.31, 0.7, 1 - 2**-24):
+                    columns = _columns(_logits(dtype, vocab), number, number)
+                    _same_ids(op(*columns), _allowed(columns), f"sample of number {number}", dtype, vocab)
+    kit.report("answered", answered)
+
+
+@pytest.mark.law("ops: a sampled id depends on its own row alone")
+def test_sample_alone_and_in_company(kit: Kit) -> None:
+    op = _sampling_op(kit, "sample", kit.dtype, VOCABULARIES[1])
+    if op is None:
+        return
+    columns = _columns(_logits(kit.dtype, VOCABULARIES[1], seed=1), 0.05, 0.95)
+    together = op(*columns)
+    order = torch.randperm(len(together), generator=torch.Generator().manual_seed(0))
+    assert op(*(c[order] for c in columns)) == [together[i] for i in order.tolist()], "another order, other ids"
+    for row in range(len(together)):
+        assert op(*(c[row : row + 1] for c in columns)) == together[row : row + 1], f"row {row} alone has another id"
+
+
+def _columns(logits: torch.Tensor, first: float, last: float) -> tuple[torch.Tensor, ...]:
+    """logits, numbers from `first` to `last`, temperature, top_k, top_p: each row has one of `CUTS`."""
+    count, vocab = logits.shape
+    rows = [CUTS[i % len(CUTS)] for i in range(count)]
+    heat, top_k, top_p = (torch.tensor(column) for column in zip(*rows, strict=True))
+    top_k = torch.where(top_k == 0, vocab, top_k).to(torch.int32)
+    return logits, torch.linspace(first, last, count), heat, top_k, top_p
+
+
+def _allowed(columns: tuple[torch.Tensor, ...]) -> list[set[int]]:
+    """The ids that the reference draws for a number and a share of at most `EDGE` beside what each row has."""
+    logits, numbers, heat, top_k, top_p = columns
+    found: list[set[int]] = [set() for _ in range(len(logits))]
+    for aside in (-EDGE, 0.0, EDGE):
+        for cut in (-EDGE, 0.0, EDGE):
+            near = (numbers.double() + aside).clamp(0, 1 - 2**-53)
+            share = torch.where((top_p > 0) & (top_p < 1), top_p.double() + cut, top_p.double())
+            for ids, i in zip(found, REFERENCE["sample"](logits, near, heat, top_k, share).tolist(), strict=True):
+                ids.add(i)
+    return found
+
+
+def _same_ids(got: list[int], allowed: list[set[int]], what: str, dtype: str, vocab: int) -> None:
+    for row, (mine, theirs) in enumerate(zip(got, allowed, strict=True)):
+        assert mine in theirs, f"{what}, {dtype}, vocabulary of {vocab}: row {row} gives {mine}, expected {theirs}"
+
+
+# -- comparing ---------------------------------------------------------------------------------------------------------
 
 
 def _compare(kit: Kit, name: str, op: Any, ask: Ask, dtype: str, tokens: int) -> None:

@@ -117,6 +117,45 @@ def op_leaves_out_the_bias(original: Any, self: Any, name: str, spec: Any) -> An
     return made
 
 
+@mutant("op", "ops: greedy gives the lowest of the most probable", "test_ops.py::test_greedy")
+def greedy_takes_the_last_of_equals(original: Any, self: Any, name: str, spec: Any) -> Any:
+    """Of equal logits the highest id is taken."""
+    made = original(self, name, spec)
+    if name != "greedy" or made is None:
+        return made
+
+    def last(logits: Any) -> Any:
+        ids = made(logits.flip(-1))
+        return ids.where(ids < 0, logits.shape[1] - 1 - ids)
+
+    return last
+
+
+@mutant("op", "ops: sample cuts by top-k and top-p", "test_ops.py::test_sample")
+def sample_cuts_before_temperature(original: Any, self: Any, name: str, spec: Any) -> Any:
+    """The share of top-p is taken of the model's own probabilities, as if the temperature were 1."""
+    made = original(self, name, spec)
+    if name != "sample" or made is None:
+        return made
+
+    def early(logits: Any, numbers: Any, temperature: Any, top_k: Any, top_p: Any) -> Any:
+        wide = logits.double()
+        share = wide.softmax(-1).sort(dim=-1, descending=True).values.cumsum(-1)
+        fewest = (share < top_p.double()[:, None]).sum(-1) + 1
+        return made(logits, numbers, temperature, top_k.minimum(fewest).to(top_k.dtype), top_p.new_ones(len(top_p)))
+
+    return early
+
+
+@mutant("op", "ops: a sampled id depends on its own row", "test_ops.py::test_sample_alone_and_in_company")
+def sample_numbers_are_shared(original: Any, self: Any, name: str, spec: Any) -> Any:
+    """The numbers of a batch are handed out in reverse."""
+    made = original(self, name, spec)
+    if name != "sample" or made is None:
+        return made
+    return lambda logits, numbers, *rest: made(logits, numbers.flip(0), *rest)
+
+
 # -- refusals ----------------------------------------------------------------------------------------------------------
 
 
