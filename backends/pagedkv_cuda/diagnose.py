@@ -11,8 +11,9 @@ from pagedkv_cuda.devices import DriverMissing, Gpu, ask, gib, holders, holders_
 from pagedkv_cuda.limits import spell
 
 UNVERIFIED = (
-    "not yet run on hardware: kernels were tested under Triton's interpreter and compiled ahead of time, pools, copies "
-    "and graphs on the processor; `pagedkv certify cuda` tests them here"
+    "not run on hardware: kernels were tested under Triton's interpreter and compiled ahead of time; pools, copies and "
+    "graphs on a double, the processor in a GPU's place, which passes the kit with torch's operators. `pagedkv certify "
+    "cuda` on a machine with a GPU tests all of it there"
 )
 ANCESTORS = {0: "SELF", 10: "PIX", 20: "PXB", 30: "PHB", 40: "NODE", 50: "SYS"}
 """NVML's nearest common point of two GPUs on PCIe, by the names of `nvidia-smi topo -m`."""

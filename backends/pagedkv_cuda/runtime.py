@@ -175,17 +175,16 @@ class CudaRuntime(Runtime):
         A GPU that shares the machine's memory has what the system can give, of which the driver leaves out its caches.
         """
         free, total = torch.cuda.mem_get_info(self._index)
+        known = total > 0
         unified = bool(getattr(torch.cuda.get_device_properties(self._index), "is_integrated", False))
         if unified:
             free = min(total, max(free, devices.available() or 0))
-        if total <= 0:
-            free = total = None
         allocated = torch.cuda.memory_allocated(self._index)
         kept = torch.cuda.memory_reserved(self._index) - allocated
         return MemoryInfo.of(
-            free=free,
-            total=total,
-            reclaimable=max(0, kept if total is None else min(kept, total - free)),
+            free=free if known else None,
+            total=total if known else None,
+            reclaimable=max(0, min(kept, total - free) if known else kept),
             unified=unified,
             allocated=allocated,
             peak=torch.cuda.max_memory_allocated(self._index),

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from pagedkv.api.errors import ConfigError
+from pagedkv.api.errors import BackendUnavailable, ConfigError
 from pagedkv.cli.common import INTERRUPTED
 from pagedkv.cli.tables import print_table
 
@@ -117,10 +117,22 @@ def _run(chosen: Choice) -> Outcome:
     from pagedkv.conformance.run import run
     from pagedkv.conformance.subject import Subject
 
-    with contextlib.closing(Subject(chosen.name, device=chosen.device, options=chosen.options)) as subject:
-        _announce(subject)
-        with display(quiet=not _log.isEnabledFor(logging.INFO)) as (watcher, stream):
-            return run(subject, watcher, stream, select=chosen.select)
+    try:
+        subject = Subject(chosen.name, device=chosen.device, options=chosen.options)
+        with contextlib.closing(subject):
+            _announce(subject)
+            with display(quiet=not _log.isEnabledFor(logging.INFO)) as (watcher, stream):
+                return run(subject, watcher, stream, select=chosen.select)
+    except BackendUnavailable as error:
+        raise BackendUnavailable(f"{error}. So nothing can be certified here{_own_state(chosen.name)}") from error
+
+
+def _own_state(name: str) -> str:
+    """What the backend says of what was verified elsewhere, or instead: the line `state` of its `diagnose()`."""
+    from pagedkv.plugins import probe_all
+
+    said = next((status.diagnose.get("state") for status in probe_all([name], diagnose=True)), None)
+    return f". It says of itself: {said}" if said else ""
 
 
 def _announce(subject: Subject) -> None:

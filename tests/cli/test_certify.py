@@ -233,6 +233,20 @@ def test_help_has_examples(run):
     assert "pagedkv certify cpu\n" in run("--help").output
 
 
+@pytest.mark.parametrize("state", ["not run on a card: a stand-in took its place", None])
+def test_a_backend_without_a_device_says_what_was_verified_instead(run, tmp_path, monkeypatch, state):
+    said = {"driver": "7.1"} | ({"state": state} if state else {})
+    source = descriptor(score=0, reason="no card is there: put one in", diagnose=f"def diagnose(self): return {said}")
+    install(tmp_path / "site", source)
+    monkeypatch.syspath_prepend(str(tmp_path / "site"))
+    result = run("fake")
+    text = str(result.exception) + result.stderr
+    assert "no card is there: put one in. So nothing can be certified here" in text
+    assert ("It says of itself: not run on a card: a stand-in took its place" in text) is (state is not None)
+    assert result.exit_code != 0 and not list(tmp_path.glob("*.json"))
+
+
+
 # -- the display -------------------------------------------------------------------------------------------------------
 
 
