@@ -157,7 +157,10 @@ class Operators(Recording):
 
 
 class _Listening(TorchDispatchMode):
-    """Notes each operator that computes; views need no noting, as their tensors stay where they are."""
+    """Notes each operator that computes; views need no noting, as their tensors stay where they are.
+
+    `to`, `reshape` and their like are views only where they need no copy.
+    """
 
     def __init__(self, calls: list[tuple[Any, Any, Any, Any]]) -> None:
         super().__init__()
@@ -167,9 +170,14 @@ class _Listening(TorchDispatchMode):
         if operator._schema.name.partition("::")[2] in ASKING:
             raise RuntimeError(f"CUDA error: operation not permitted when stream is capturing ({operator})")
         results = operator(*given, **(named or {}))
-        if not operator.is_view:
+        if not (operator.is_view and all(map(_same_memory(given[0]), tree_leaves(results)))):
             self._calls.append((operator, given, named or {}, results))
         return results
+
+
+def _same_memory(tensor: torch.Tensor) -> Callable[[torch.Tensor], bool]:
+    """Whether another tensor lies in this one's memory."""
+    return lambda other: other.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
 
 
 def double(
