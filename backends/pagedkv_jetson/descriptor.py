@@ -99,7 +99,7 @@ def wheels(board: Board | None) -> str:
 
 
 def report(board: Board, root: Path) -> dict[str, str]:
-    """What `pagedkv doctor` shows of a board; `change` only where something has to be."""
+    """What `pagedkv doctor` shows of a board; keys that begin with "change" name what should be changed."""
     memory, found, packs = meminfo(root), power(root), board.jetpack
     available, total, unused = (memory.get(name, 0) / 2**30 for name in ("MemAvailable", "MemTotal", "MemFree"))
     release = f"Jetson Linux {board.release or 'unknown, mount /etc/nv_tegra_release into the container'}"
@@ -112,23 +112,31 @@ def report(board: Board, root: Path) -> dict[str, str]:
         "clocks": _clocks(found),
         "torch": f"{packages.version('torch') or 'not installed'}, built for CUDA {packages.torch_cuda() or 'none'}",
         "triton": packages.why_no_triton(EXTRA) or f"triton {packages.version('triton')}",
-        "C compiler": shutil.which("cc") or "none, and Triton needs one on the board: sudo apt install build-essential",
     }
-    against = why_not(board)
-    return {**said, "change": against} if against else said
+    return said | _changes(board, found)
+
+
+def _changes(board: Board, found: Power) -> dict[str, str]:
+    changes = {}
+    if against := why_not(board):
+        changes["change"] = against
+    elif shutil.which("cc") is None:
+        changes["change compiler"] = "Triton needs a C compiler here: `sudo apt install build-essential python3-dev`"
+    if found.known and found.current != found.fastest:
+        modes = f"the power mode is {found.spell(found.current)}, the fastest is {found.spell(found.fastest)}"
+        changes["change power mode"] = f"{modes}: `pagedkv jetson tune` prints the way there and back"
+    return changes
 
 
 def _mode(board: Board, found: Power) -> str:
-    if not found.known:
-        usual = f"; the fastest one of this board is {board.module['fastest']}" if board.module else ""
-        return f"not shown here, `sudo nvpmodel -q` on the board tells{usual}"
-    fast = "the fastest" if found.current == found.fastest else f"the fastest is {found.spell(found.fastest)}"
-    hint = "" if found.current == found.fastest else ": `pagedkv jetson tune`"
-    return f"{found.spell(found.current)}, {fast}{hint}"
+    if found.known:
+        return found.spell(found.current) + (", the fastest" if found.current == found.fastest else "")
+    usual = f"; the fastest one of this board is {board.module['fastest']}" if board.module else ""
+    return f"not shown here, `sudo nvpmodel -q` on the board tells{usual}"
 
 
 def _clocks(found: Power) -> str:
     if found.clocks is None:
         return "not shown here"
     _, now, most = (hz // 1_000_000 for hz in found.clocks)
-    return f"GPU {now} of {most} MHz, {'held there' if found.fixed else 'by load: `pagedkv jetson tune` holds them'}"
+    return f"GPU {now} of {most} MHz, {'held there' if found.fixed else 'by load (jetson_clocks holds them)'}"

@@ -211,9 +211,18 @@ def test_doctor_shows_the_board(tmp_path: Path) -> None:
     assert said["board"].startswith("Jetson Orin Nano 8GB, developer kit Super (NVIDIA Jetson Orin Nano Engineering")
     assert said["JetPack"] == "JetPack 6, Jetson Linux 36.4.3, CUDA 12.6 (6.0: 12.2), Python 3.10"
     assert said["memory"] == "4.2 GiB available of 7.0 GiB, shared with the GPU; 0.7 GiB unused"
-    assert said["power mode"] == "15W (id 0), the fastest is MAXN_SUPER (id 2): `pagedkv jetson tune`"
-    assert said["clocks"] == "GPU 306 of 918 MHz, by load: `pagedkv jetson tune` holds them"
+    assert said["power mode"] == "15W (id 0)"
+    assert said["change power mode"].startswith(
+        "the power mode is 15W (id 0), the fastest is MAXN_SUPER (id 2): `pagedkv "
+    )
+    assert said["clocks"] == "GPU 306 of 918 MHz, by load (jetson_clocks holds them)"
     assert said["state"].startswith("not yet run on hardware") and "change" not in said
+
+
+def test_doctor_asks_for_the_compiler_that_triton_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    said = JetsonDescriptor(trees.board(tmp_path, "orin-nx-8")).diagnose()
+    assert "`sudo apt install build-essential python3-dev`" in said["change compiler"]
 
 
 @pytest.mark.parametrize("name", BOARDS)
@@ -223,7 +232,7 @@ def test_doctor_gives_no_hint_in_the_fastest_mode(tmp_path: Path, name: str) -> 
     said = JetsonDescriptor(tmp_path).diagnose()
     assert said["power mode"] == f"{shown.modes[shown.fastest]} (id {shown.fastest}), the fastest"
     assert said["clocks"] == "GPU 918 of 918 MHz, held there"
-    assert ("change" in said) == (shown.capability == "7.2")
+    assert ("change" in said) == (shown.capability == "7.2") and "change power mode" not in said
 
 
 @pytest.mark.parametrize("name", BOARDS)
