@@ -45,7 +45,8 @@ ROOMS: dict[str, set[str]] = {
     "server": ENGINE | {"llm", "async_llm", "logs"},
     "entrypoints": ENGINE | {"llm", "server"},
     "conformance": ENGINE | {"llm", "checking"},
-    "cli": ENGINE | {"llm", "logs", "progress", "server", "conformance", "diagnosis"},
+    "planning": ENGINE,
+    "cli": ENGINE | {"llm", "logs", "progress", "server", "conformance", "diagnosis", "planning"},
     "pagedkv": ENGINE | {"llm", "async_llm"},
 }
 """Room -> the rooms it may import, itself and `errors` (the tree of `api`, re-exported) aside."""

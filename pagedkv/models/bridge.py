@@ -402,8 +402,6 @@ class BridgedCheckpoint:
                 raise ModelError("config.json has no max_position_embeddings, a number of positions is needed")
         self.config = self._describe(kind, limit, dtype)
         self.weight_bytes = self._files.weight_bytes if self._files else self.skeleton.num_numbers * 2
-        if dummy:
-            _log.warning("load_format='dummy': the weights are random, so the text will make no sense")
 
     def _describe(self, kind: str, limit: int, dtype: str | None) -> BridgedConfig:
         begins = _ids(self.path, "bos_token_id")
@@ -446,7 +444,9 @@ class BridgedCheckpoint:
     def decoder(
         self, backend: AttentionBackend, dtype: str, plan: WeightPlan, max_model_len: int, progress: Progress | None
     ) -> BridgedDecoder:
-        """Read the weights."""
+        """Read the weights, or make them up."""
+        if self._files is None:
+            _log.warning("load_format='dummy': the weights are random, so the text will make no sense")
         return BridgedDecoder.load(self, backend, dtype, progress=progress)
 
     def build(self, dtype: torch.dtype) -> Any:

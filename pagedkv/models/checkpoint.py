@@ -297,7 +297,6 @@ class DummyCheckpoint(Checkpoint):
         self._shapes = tensor_shapes(self.config)
         width = 4 if self.config.dtype == "fp32" else 2
         self.weight_bytes = width * sum(prod(shape) for shape in self._shapes.values())
-        _log.warning("load_format='dummy': the weights are random, so the text will make no sense")
 
     def tensor(self, name: str, dtype: torch.dtype) -> torch.Tensor:
         """Normal numbers of deviation 0.02; about 1 for norms. They depend on the name and nothing else."""
@@ -308,6 +307,13 @@ class DummyCheckpoint(Checkpoint):
         generator = torch.Generator().manual_seed(DUMMY_SEED + zlib.crc32(name.encode()))
         values = torch.randn(self._shapes[name], generator=generator) * DUMMY_SCALE
         return (values + 1.0 if "norm" in name else values).to(dtype)
+
+    def decoder(
+        self, backend: AttentionBackend, dtype: str, plan: WeightPlan, max_model_len: int, progress: Progress | None
+    ) -> NativeDecoder:
+        """Make the weights up."""
+        _log.warning("load_format='dummy': the weights are random, so the text will make no sense")
+        return super().decoder(backend, dtype, plan, max_model_len, progress)
 
     def close(self) -> None:
         """Nothing is open."""
