@@ -18,6 +18,7 @@ COMMANDS = {
     "chat": ("pagedkv.cli.chat", "Talk with a model in the terminal."),
     "eval": ("pagedkv.cli.eval", "Measure a model's perplexity on a text."),
     "bench": ("pagedkv.cli.bench", "Measure throughput, latency and memory against batch size."),
+    "plan": ("pagedkv.cli.plan", "Say what a model needs, what fits, and how fast it would be."),
     "backends": ("pagedkv.cli.backends", "List the installed backends, their devices, and every reason for a no."),
     "certify": ("pagedkv.cli.certify", "Test an installed backend against every law of the contract."),
     "doctor": ("pagedkv.cli.doctor", "Show what is here, what would be chosen and why."),
