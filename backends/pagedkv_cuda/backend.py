@@ -17,6 +17,7 @@ from pagedkv.api import (
     ContractViolation,
     DeviceError,
     Event,
+    LayerSpec,
     MemoryInfo,
     OpSpec,
     Plan,
@@ -32,7 +33,7 @@ from pagedkv_cuda import copies
 from pagedkv_cuda.graph import CudaGraphs
 from pagedkv_cuda.path import Path
 from pagedkv_cuda.plans import CudaPlan, Ring, check_batch, check_limits, staged
-from pagedkv_cuda.pool import PARAMETERS, CudaPool, Layer, pool_cost, reasons_against
+from pagedkv_cuda.pool import PARAMETERS, SCALES, CudaPool, Layer, pool_cost, reasons_against, scaled_by_tensor
 from pagedkv_cuda.runtime import Runtime, check_not_recording
 
 _log = logging.getLogger("pagedkv.backends.cuda")
@@ -99,10 +100,11 @@ class CudaBackend(AttentionBackend):
             self._runtime.reset_peak()
 
     def bind(self, pool: Pool, layer: int, params: Mapping[str, Any]) -> None:
-        """Sinks and ALiBi slopes, each float32 [q_heads]; at the same addresses, so that recordings see them."""
+        """Sinks and ALiBi slopes, each float32 [q_heads], and scales; at the same addresses: recordings see them."""
         self._begin()
-        found = self._mine(pool).layer(layer)
-        self._refuse(_reasons_against_params(found, params))
+        mine = self._mine(pool)
+        found = mine.layer(layer)
+        self._refuse(_reasons_against_params(found, mine.group(found.group).kv_dtype, params))
         with self._runtime.here():
             for name, values in params.items():
                 getattr(found, name).copy_(torch.from_numpy(np.array(values, dtype=np.float32)))
@@ -302,11 +304,22 @@ def checked_lse(extra: Mapping[str, Any], plan: CudaPlan, layer: Layer, q: Any) 
     return checked
 
 
-def _reasons_against_params(layer: Layer, params: Mapping[str, Any]) -> list[str]:
+def _reasons_against_params(layer: Layer, kv_dtype: str, params: Mapping[str, Any]) -> list[str]:
     found = []
     for name, values in params.items():
-        if name not in PARAMETERS or not getattr(layer.spec, name):
-            found.append(f"layer {layer.spec.index} takes no {name!r}")
-        elif np.shape(values) != (layer.spec.q_heads,):
-            found.append(f"{name!r} must have shape ({layer.spec.q_heads},), got {np.shape(values)}")
+        shapes = _param_shapes(layer.spec, kv_dtype, name)
+        if not shapes:
+            found.append(f"layer {layer.spec.index} takes no {name!r} with a cache of {kv_dtype}")
+        elif np.shape(values) not in shapes:
+            found.append(f"{name!r} must have shape {' or '.join(map(str, shapes))}, got {np.shape(values)}")
+        elif name in SCALES and not all(0 < value < np.inf for value in np.ravel(values)):
+            found.append(f"{name!r} must be finite and above 0")
     return found
+
+
+def _param_shapes(spec: LayerSpec, kv_dtype: str, name: str) -> list[tuple[int, ...]]:
+    """The shapes of such a value; none where the layer takes none."""
+    if name in PARAMETERS:
+        return [(spec.q_heads,)] if getattr(spec, name) else []
+    bound = name in SCALES and scaled_by_tensor(kv_dtype) and spec.kv_of is None
+    return [(), (spec.kv_heads,)] if bound else []

@@ -25,6 +25,8 @@ FEATURES = frozenset(
         "lse",
     }
 )
+QUANTIZED = ("int8/token_head", "fp8_e4m3fn/tensor", "fp8_e5m2/tensor")
+"""Kept by both ways to compute, on every generation: where there is no conversion of 8-bit floats, code does it."""
 COLLECTIVES = frozenset({"all_reduce", "all_gather", "broadcast", "barrier"})
 MIXED = "Triton's kernels read a cache of the queries' dtype, or a 16-bit one under float32"
 TRITON_GROUP = 128
@@ -59,7 +61,7 @@ def _capabilities(generation: Generation, **fields: Any) -> Capabilities:
     common: dict[str, Any] = {
         "dtypes": generation.dtypes,
         "native_dtypes": generation.native_dtypes,
-        "kv_dtypes": generation.dtypes,
+        "kv_dtypes": (*generation.dtypes, *QUANTIZED),
         "preferred_block_size": 64 if generation.name in ("Hopper", "Blackwell") else 16,
         "features": FEATURES,
         "placements": frozenset({"device", "host"}),

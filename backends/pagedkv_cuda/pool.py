@@ -5,14 +5,16 @@ Block after block, each with the keys and values of all layers, so that a block 
     storage     [num_blocks (+ one that takes what is not kept)][row bytes]
     one row     layer 0: keys [kv_heads, block_size, k_dim]  values [...] | layer 1: ...     each part aligned to 128
 
+With "int8/token_head" the scales of a layer's keys and of its values follow, float32 [kv_heads, block_size] each.
 Groups share the ids and so the rows: a row is as long as the group that needs most.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -37,6 +39,13 @@ ALIGN = 128
 GRANULE = 2 << 20
 """torch's allocator asks the driver for multiples of this."""
 PARAMETERS = ("sinks", "alibi")
+SCALES = ("k_scale", "v_scale")
+STORED = DTYPES | {
+    "int8/token_head": torch.int8,
+    "fp8_e4m3fn/tensor": torch.float8_e4m3fn,
+    "fp8_e5m2/tensor": torch.float8_e5m2,
+}
+"""What lies in memory of each KV dtype."""
 
 
 def up(count: int, step: int) -> int:
@@ -44,10 +53,22 @@ def up(count: int, step: int) -> int:
     return -(-count // step) * step
 
 
-def part_bytes(layer: LayerSpec, group: GroupSpec) -> tuple[int, int]:
-    """Bytes of this layer's keys in one block, and of its values, each with its padding."""
-    per_entry = layer.kv_heads * group.block_size * DTYPES[group.kv_dtype].itemsize
-    return up(per_entry * layer.k_dim, ALIGN), up(per_entry * layer.v_dim, ALIGN)
+def scaled_by_token(kv_dtype: str) -> bool:
+    """Whether each token and KV head has a scale in its block."""
+    return kv_dtype.endswith("/token_head")
+
+
+def scaled_by_tensor(kv_dtype: str) -> bool:
+    """Whether the scales of a layer are bound."""
+    return kv_dtype.endswith("/tensor")
+
+
+def part_bytes(layer: LayerSpec, group: GroupSpec) -> list[int]:
+    """Bytes of this layer's keys in one block, of its values, and of the scales of both, each with its padding."""
+    entries = layer.kv_heads * group.block_size
+    parts = [STORED[group.kv_dtype].itemsize * entries * dim for dim in (layer.k_dim, layer.v_dim)]
+    parts += [4 * entries] * 2 if scaled_by_token(group.kv_dtype) else []
+    return [up(part, ALIGN) for part in parts]
 
 
 def row_bytes(spec: PoolSpec) -> int:
@@ -63,7 +84,7 @@ def pool_cost(spec: PoolSpec, path: Path) -> PoolCost:
     if spec.placement == "device":
         layers = [layer for group in spec.groups for layer in group.layers]
         fixed += 2 * GRANULE + per_block * path.discard_blocks + path.working_bytes(spec)
-        fixed += sum(4 * len(PARAMETERS) * layer.q_heads for layer in layers)
+        fixed += sum(4 * len(PARAMETERS) * layer.q_heads + 4 * len(SCALES) * layer.kv_heads for layer in layers)
         fixed += 2 * max(1, spec.limits.plans) * sum(path.staging_bytes(spec, group) for group in spec.groups)
     return PoolCost(per_block=per_block, fixed=fixed)
 
@@ -73,7 +94,8 @@ class Layer:
     """One layer's part of a pool: views of its rows, and what was bound to it.
 
     keys [blocks, kv_heads, block_size, k_dim], values the same with v_dim; sinks and alibi float32 [q_heads], at the
-    same address for ever, zeros until they are `bound`. `record` is the path's own.
+    same address for ever, zeros until they are `bound`. Scales float32 [blocks, kv_heads, block_size] in the blocks, or
+    [kv_heads], ones until they are bound; None where the cache is not quantized. `record` is the path's own.
     """
 
     spec: LayerSpec
@@ -82,6 +104,8 @@ class Layer:
     values: torch.Tensor
     sinks: torch.Tensor
     alibi: torch.Tensor
+    k_scale: torch.Tensor | None = None
+    v_scale: torch.Tensor | None = None
     bound: frozenset[str] = frozenset()
     record: Any = None
 
@@ -160,18 +184,27 @@ class CudaPool(Pool):
         for spec in sorted(group.layers, key=lambda layer: layer.kv_of is not None):
             sinks, alibi = (torch.zeros(spec.q_heads, device=self.rows.device) for _ in PARAMETERS)
             if spec.kv_of is not None:
-                yield Layer(spec, number, owners[spec.kv_of].keys, owners[spec.kv_of].values, sinks, alibi)
+                owner = owners[spec.kv_of]
+                yield Layer(spec, number, owner.keys, owner.values, sinks, alibi, owner.k_scale, owner.v_scale)
                 continue
-            key_bytes, value_bytes = part_bytes(spec, group)
-            keys = self._part(group, start, spec.kv_heads, spec.k_dim)
-            values = self._part(group, start + key_bytes, spec.kv_heads, spec.v_dim)
-            start += key_bytes + value_bytes
-            owners[spec.index] = Layer(spec, number, keys, values, sinks, alibi)
+            starts = [start + before for before in accumulate(part_bytes(spec, group), initial=0)]
+            start, stored = starts[-1], STORED[group.kv_dtype]
+            keys = self._part(group, starts[0], stored, spec.kv_heads, spec.k_dim)
+            values = self._part(group, starts[1], stored, spec.kv_heads, spec.v_dim)
+            k_scale, v_scale = self._scales(group, starts[2:], spec.kv_heads)
+            owners[spec.index] = Layer(spec, number, keys, values, sinks, alibi, k_scale, v_scale)
             yield owners[spec.index]
 
-    def _part(self, group: GroupSpec, start: int, heads: int, dim: int) -> torch.Tensor:
+    def _scales(self, group: GroupSpec, starts: Sequence[int], heads: int) -> Iterable[torch.Tensor | None]:
+        """Of keys and of values."""
+        if scaled_by_token(group.kv_dtype):
+            return [self._part(group, start, torch.float32, heads, 1)[..., 0] for start in starts[:2]]
+        bound = scaled_by_tensor(group.kv_dtype)
+        return [torch.ones(heads, device=self.rows.device) if bound else None for _ in SCALES]
+
+    def _part(self, group: GroupSpec, start: int, dtype: torch.dtype, heads: int, dim: int) -> torch.Tensor:
         """[blocks, heads, block_size, dim] at byte `start` of every row."""
-        typed = self.rows.view(DTYPES[group.kv_dtype])
+        typed = self.rows.view(dtype)
         strides = (typed.stride(0), group.block_size * dim, dim, 1)
         first = typed.storage_offset() + start // typed.element_size()
         return typed.as_strided((len(typed), heads, group.block_size, dim), strides, first)

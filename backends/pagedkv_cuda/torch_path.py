@@ -108,8 +108,8 @@ class TorchPath(Path):
         slots = plan.arrays["slots"]
         size = layer.keys.shape[2]
         block, offset = slots // size, slots % size
-        for cache, rows in ((layer.keys, k), (layer.values, v)):
-            cache[block, :, offset] = rows[: len(slots)].to(cache.dtype)
+        for cache, scale, rows in ((layer.keys, layer.k_scale, k), (layer.values, layer.v_scale, v)):
+            _put(cache, scale, (block, slice(None), offset), rows[: len(slots)])
 
     def attend(
         self, plan: CudaPlan, layer: Layer, q: torch.Tensor, out: torch.Tensor, lse: torch.Tensor | None
@@ -129,6 +129,44 @@ class TorchPath(Path):
 
     def copy(self, source: torch.Tensor, target: torch.Tensor, pairs: torch.Tensor, device: str) -> None:
         copies.by_torch(source, target, pairs)
+
+
+def _put(cache: torch.Tensor, scale: torch.Tensor | None, at: Any, rows: torch.Tensor) -> None:
+    """Rows [A, heads, dim] to where `at` points in the cache; a scale of each token is made here."""
+    if scale is None:
+        cache[at] = rows.to(cache.dtype)
+        return
+    x, used = rows.float(), scale
+    if scale.ndim == 3:
+        used = x.abs().amax(-1).div_(_largest(cache.dtype))
+        scale[at] = used = used.masked_fill_(used == 0, 1.0)
+    _raw(cache)[at] = _codes(x / used.unsqueeze(-1), cache.dtype)
+
+
+def _codes(y: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Quotients as codes, ties to even, what is beyond the largest number as that."""
+    most = _largest(dtype)
+    if dtype == torch.int8:
+        return y.nan_to_num().round_().clamp_(-most, most).to(dtype)
+    return _raw(y.clamp(-most, most).to(dtype))
+
+
+def _largest(dtype: torch.dtype) -> float:
+    return 127.0 if dtype == torch.int8 else torch.finfo(dtype).max
+
+
+def _raw(cache: torch.Tensor) -> torch.Tensor:
+    """8-bit floats as bytes, which every operator moves."""
+    return cache.view(torch.uint8) if cache.dtype in (torch.float8_e4m3fn, torch.float8_e5m2) else cache
+
+
+def _numbers(cache: torch.Tensor, scale: torch.Tensor | None, at: Any) -> torch.Tensor:
+    """What `at` points to, in float32."""
+    numbers = _raw(cache)[at].view(cache.dtype).float()
+    if scale is None:
+        return numbers
+    used = scale[at] if scale.ndim == 3 else scale
+    return numbers.mul_(used.unsqueeze(-1))
 
 
 def _tiles(batch: Staged) -> tuple[np.ndarray, np.ndarray, int]:
@@ -223,11 +261,11 @@ def _keys(layer: Layer, tiles: Tiles, start: int) -> tuple[torch.Tensor, torch.T
     block = tiles.table.index_select(1, (at // size).clamp_(max=tiles.table.shape[1] - 1))
     used = seen.any(1)
     block = block.masked_fill_(~used, 0)
-    offset = (at % size).expand_as(block)
+    where = (block, slice(None), (at % size).expand_as(block))
     hidden = ~used[:, :, None, None]
     keys, values = (
-        cache[block, :, offset].float().masked_fill_(hidden, 0.0).transpose(1, 2)
-        for cache in (layer.keys, layer.values)
+        _numbers(cache, scale, where).masked_fill_(hidden, 0.0).transpose(1, 2)
+        for cache, scale in ((layer.keys, layer.k_scale), (layer.values, layer.v_scale))
     )
     if layer.spec.q_heads % layer.spec.kv_heads:
         heads = torch.arange(layer.spec.q_heads, device=keys.device) * layer.spec.kv_heads // layer.spec.q_heads

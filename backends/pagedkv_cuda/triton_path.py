@@ -113,7 +113,8 @@ class TritonPath(Path):
                 sinks=layer.sinks if spec.sinks else None,
                 alibi=layer.alibi if spec.alibi else None,
             )
-            layer.record = (arguments.Cache(keys=layer.keys, values=layer.values), made)
+            scales = {"k_scale": layer.k_scale, "v_scale": layer.v_scale}
+            layer.record = (arguments.Cache(keys=layer.keys, values=layer.values, **scales), made)
         found: tuple[arguments.Cache, arguments.Layer] = layer.record
         return found
 

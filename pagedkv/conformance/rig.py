@@ -172,7 +172,7 @@ class Rig:
     def bind(self, layer: LayerSpec, seed: int = 7) -> None:
         """Bind random sinks, slopes and scales to a layer that has them."""
         rng = np.random.default_rng(seed + layer.index)
-        if self._kv_dtype(layer) in FLOAT8 and layer.kv_of is None:
+        if self._kv_dtype(layer) in FLOAT8 and layer.kv_of is None and self.spec.placement == "device":
             self.bind_scales(layer, {name: rng.uniform(0.02, 0.1, layer.kv_heads) for name in SCALES})
         wanted = [name for name in ("sinks", "alibi") if getattr(layer, name)]
         params = {name: rng.uniform(0.05, 1.0, layer.q_heads).astype(np.float32) for name in wanted}

@@ -48,8 +48,10 @@ def put(
     else:
         x = x.to(tl.float32)
         if PER_TOKEN:
-            scale = tl.max(tl.abs(x), 1) / largest(FORMAT)
+            scale = tl.div_rn(tl.max(tl.abs(x), 1), largest(FORMAT))
             scale = tl.where(scale > 0, scale, 1.0)  # a row of zeros
+            wild = tl.max((x != x).to(tl.int32), 1) > 0  # a maximum may pass over NaN
+            scale = tl.where(wild, float("nan"), scale)
             tl.store(scale_at, scale, mask=live)
         else:
             scale = tl.load(scale_at, mask=live, other=1.0)

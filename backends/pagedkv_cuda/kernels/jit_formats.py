@@ -57,7 +57,7 @@ def largest(FORMAT: tl.constexpr):
 def encoded(x, scale, FORMAT: tl.constexpr):
     """float32 `x` / scale as the format's codes, what is too large as the largest."""
     top = largest(FORMAT)
-    y = x / scale
+    y = tl.div_rn(x, scale)
     y = tl.where(y > top, top, tl.where(y < -top, -top, y))
     if FORMAT == "int8":
         code = rounded(y).to(tl.int8)
