@@ -10,17 +10,19 @@ import torch
 
 from pagedkv.api import OpSpec
 from pagedkv.api.torch import DTYPES
-from pagedkv_cuda.kernels import ops as kernels
+from pagedkv_cuda.kernels import ops, sampling
 from pagedkv_cuda.runtime import Runtime
 
-ATTRIBUTES: Mapping[str, frozenset[str]] = {
-    "rms_norm": frozenset({"wide"}),
-    "add_rms_norm": frozenset({"wide"}),
-    "rope": frozenset(),
-    "silu_mul": frozenset(),
-    "gelu_tanh_mul": frozenset(),
+OPS: Mapping[str, tuple[Callable[..., Any], frozenset[str]]] = {
+    "rms_norm": (ops.rms_norm, frozenset({"wide"})),
+    "add_rms_norm": (ops.add_rms_norm, frozenset({"wide"})),
+    "rope": (ops.rope, frozenset()),
+    "silu_mul": (ops.silu_mul, frozenset()),
+    "gelu_tanh_mul": (ops.gelu_tanh_mul, frozenset()),
+    "greedy": (sampling.greedy, frozenset()),
+    "sample": (sampling.sample, frozenset()),
 }
-"""The ops, and the attributes that each of them knows."""
+"""The launchers, and the attributes that each of them knows."""
 
 
 class Ops:
@@ -32,11 +34,11 @@ class Ops:
 
     def get(self, name: str, spec: OpSpec) -> Callable[..., Any] | None:
         """The op, or None for what no kernel does and for an attribute that only another core knows."""
-        known = ATTRIBUTES.get(name)
-        if known is None or not spec.attributes.keys() <= known or spec.features or spec.dtype not in DTYPES:
+        op, known = OPS.get(name, (None, frozenset()))
+        if op is None or not spec.attributes.keys() <= known or spec.features or spec.dtype not in DTYPES:
             return None
         if name not in self._made:
-            self._made[name] = self._on_device(getattr(kernels, name))
+            self._made[name] = self._on_device(op)
         return self._made[name]
 
     def _on_device(self, op: Callable[..., Any]) -> Callable[..., Any]:

@@ -60,7 +60,7 @@ def above(at, key, top, inverse, floor, V: tl.constexpr, BLOCK: tl.constexpr):
     return count, mass
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["numbers", "temperatures", "top_ks", "top_ps"])  # parts of one tensor
 def sample_row(logits, numbers, temperatures, top_ks, top_ps, ids, stride, V: tl.constexpr, BLOCK: tl.constexpr):
     """Top-k, then top-p of what is left, then the draw in the order of ids; temperature 0 is greedy."""
     row = tl.program_id(0).to(tl.int64)
