@@ -37,7 +37,7 @@ ROOMS: dict[str, set[str]] = {
     "checking": {"api"},
     "plugins": {"api", "environment", "checking"},
     "engine": ENGINE,
-    "diagnosis": {"api", "config", "environment", "plugins"},
+    "diagnosis": {"api", "config", "environment", "plugins", "engine", "planning"},
     "logs": {"api", "environment"},
     "progress": {"api", "engine"},
     "llm": ENGINE | {"logs", "progress"},

@@ -17,6 +17,7 @@ from pagedkv.diagnosis.backends import shown
 from pagedkv.diagnosis.findings import Finding
 from pagedkv.diagnosis.privacy import Privacy
 from pagedkv.diagnosis.report import Report, examine
+from pagedkv.diagnosis.variables import UNKNOWN
 from pagedkv.plugins import Status
 
 VERIFIED = (("cpu", "x86-64, Linux", "run by the test suite"),)
@@ -26,23 +27,28 @@ _COLORS = {"broken": "red", "warning": "yellow", "note": None, "warnings": "yell
 
 
 @click.command("doctor")
+@click.argument("model", required=False)
 @click.option("--backend", metavar="NAME", help="Look at this backend only, as if it were chosen.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object for a bug report, without personal paths.")
 @click.pass_context
-def doctor(context: click.Context, backend: str | None, as_json: bool) -> None:
+def doctor(context: click.Context, model: str | None, backend: str | None, as_json: bool) -> None:
     """Show what is here, what would be chosen and why, and the command that mends each trouble.
 
+    With MODEL also what would fit; `pagedkv plan` says more of that, for other devices too.
+
     Exit code 0: fine, 1: warnings, 2: broken, when no backend can be used, or not the one that --backend or
-    PAGEDKV_BACKEND names. Plugins and torch are asked in processes of their own; one that hangs is stopped.
+    PAGEDKV_BACKEND names, or when MODEL cannot run. Plugins and torch are asked in processes of their own; one that
+    hangs is stopped.
 
     \b
     pagedkv doctor
+    pagedkv doctor ./Qwen3-0.6B
     pagedkv doctor --backend cpu
     pagedkv doctor --json > report.json
     pagedkv doctor --json | jq -r '.findings[] | select(.level != "note") | .command'
     """
     with _spinner() as progress:
-        report = examine(backend, progress=progress)
+        report = examine(backend, model, progress=progress)
     if as_json:
         click.echo(json.dumps(as_json_values(report), indent=2))
     else:
@@ -72,7 +78,8 @@ def as_json_values(report: Report) -> dict[str, Any]:
         "verdict": report.verdict,
         "exit_code": report.exit_code,
     }
-    cleaned: dict[str, Any] = Privacy(kept=names).clean(values)
+    model = report.facts["model"]
+    cleaned: dict[str, Any] = Privacy([model["name"]] if model else [], kept=names).clean(values)
     return cleaned
 
 
@@ -101,10 +108,14 @@ def _show(report: Report) -> None:
         click.echo(f"\n{status.name} says")
         packed = {"packed weights": ", ".join(_formats(status))} if _formats(status) else {}
         print_table(("", ""), list({**status.diagnose, **packed}.items()))
+    if report.facts["model"] is not None and report.facts["model"]["summary"]:
+        click.echo(f"\n{report.facts['model']['name']}")
+        print_table(("", ""), report.facts["model"]["summary"])
     click.echo("")
     for finding in report.findings:
         _show_finding(finding)
-    click.echo(f"would be chosen: {report.choice.backend or 'none'} ({report.choice.why})")
+    once = "" if report.facts["torch"]["version"] or report.choice.backend is None else ", once torch loads"
+    click.echo(f"would be chosen: {report.choice.backend or 'none'} ({report.choice.why}){once}")
     click.echo(click.style(_verdict(report), fg=_COLORS[report.verdict]))
 
 
@@ -139,7 +150,7 @@ def _summary(facts: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("limits", _limits(facts["limits"])),
         ("packages", ", ".join(f"{name} {version}" for name, version in facts["packages"].items())),
         ("pairs", _pairs(facts["pairs"])),
-        ("environment", ", ".join(f"{k}={v}" for k, v in facts["environment"].items()) or "no variable of ours is set"),
+        ("environment", _environment(facts["environment"])),
     ]
 
 
@@ -187,6 +198,11 @@ def _limits(facts: Mapping[str, int | None]) -> str:
     sizes = {name: facts[name] for name in ("locked_memory", "address_space")}
     words = [f"{n.replace('_', ' ')} {'unlimited' if v is None else show_bytes(v)}" for n, v in sizes.items()]
     return _joined([f"open files {files}", *words])
+
+
+def _environment(facts: Mapping[str, str]) -> str:
+    said = (f"{name} ({value})" if value == UNKNOWN else f"{name}={value}" for name, value in facts.items())
+    return ", ".join(said) or "no variable that matters is set"
 
 
 def _pairs(pairs: Sequence[Mapping[str, Any]]) -> str:

@@ -21,7 +21,7 @@ COMMANDS = {
     "plan": ("pagedkv.cli.plan", "Say what a model needs, what fits, and how fast it would be."),
     "backends": ("pagedkv.cli.backends", "List the installed backends, their devices, and every reason for a no."),
     "certify": ("pagedkv.cli.certify", "Test an installed backend against every law of the contract."),
-    "doctor": ("pagedkv.cli.doctor", "Show what is here, what would be chosen and why."),
+    "doctor": ("pagedkv.cli.doctor", "Show what is here, what would be chosen, and what mends each trouble."),
 }
 """Command -> the module that has it under the same name, and its line in the help text."""
 OWN = ("BACKEND ...", "The own command of an installed backend, where it has one.")

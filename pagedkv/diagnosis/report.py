@@ -17,6 +17,7 @@ from pagedkv.diagnosis import packages, system, variables
 from pagedkv.diagnosis.backends import Choice, backend_findings
 from pagedkv.diagnosis.findings import EXIT_CODES, Finding, Verdict, verdict, worst_first
 from pagedkv.diagnosis.known import known
+from pagedkv.diagnosis.model import ModelCheck, model_findings
 from pagedkv.diagnosis.torch import TorchCheck, torch_findings
 from pagedkv.plugins import Status, discover, find, preview, probe_all, requested
 
@@ -48,25 +49,31 @@ class Report:
 
 def examine(
     backend: str | None = None,
+    model: str | None = None,
+    *,
     root: Path = system.ROOT,
     environ: Mapping[str, str] = os.environ,
     progress: Callable[[str], None] = lambda doing: None,
 ) -> Report:
     """Look at everything, at `backend` alone if one is named. Raises `BackendNotFound` for an unknown name.
 
-    Plugins and torch are asked in child processes, each within a limit, at the same time.
+    Plugins, torch and the model are asked in child processes, each within a limit, at the same time.
     """
     named, _ = requested(backend)
     if backend is not None and named is not None:
         find(named)
-    with contextlib.closing(TorchCheck()) as torch:
+    with contextlib.ExitStack() as children:
+        torch = children.enter_context(contextlib.closing(TorchCheck()))
         progress("asking the backends")
         statuses = tuple(probe_all([named] if backend is not None and named else None, diagnose=True))
         chosen, why = preview(statuses, backend)
         choice = Choice(backend=chosen, why=why, named=named)
+        plan = None if model is None else children.enter_context(contextlib.closing(ModelCheck(model, chosen)))
         facts = _facts(root, environ)
         progress("importing torch")
         facts["torch"] = torch.facts()
+        progress(f"looking at {model}")
+        facts["model"] = None if plan is None else plan.facts(torch_loads=facts["torch"]["version"] is not None)
     facts["choice"] = {"backend": choice.backend, "why": choice.why}
     return Report(
         facts=facts, statuses=statuses, choice=choice, findings=tuple(worst_first(_findings(facts, statuses, choice)))
@@ -107,6 +114,7 @@ def _findings(facts: Facts, statuses: tuple[Status, ...], choice: Choice) -> Ite
     container, memory = facts["system"]["container"], facts["memory"]
     pins = any(s.status == "ok" and d.total is not None and not d.unified for s in statuses for d in s.devices)
     yield from torch_findings(facts["torch"])
+    yield from model_findings(facts["model"])
     yield from backend_findings(statuses, choice, memory["usable"])
     yield from packages.requirement_findings(_distributions())
     yield from packages.conflict_findings(facts["packages"], known())

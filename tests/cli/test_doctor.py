@@ -14,6 +14,7 @@ from pagedkv.cli.main import pagedkv
 from pagedkv.diagnosis import report as reports
 from pagedkv.diagnosis.findings import EXIT_CODES
 from pagedkv.plugins import probing
+from tests.helpers.engine_rig import folder
 from tests.helpers.fake_machine import stub_torch
 from tests.helpers.plugin_dists import descriptor, install
 
@@ -67,7 +68,7 @@ def test_the_keys_are_stable(run, plugin):
     assert list(report)[:3] == ["report", "pagedkv", "contract"] and report["report"] == 1
     assert set(report) == {
         *("report", "pagedkv", "contract", "system", "python", "processor", "memory", "limits", "packages", "pairs"),
-        *("environment", "torch", "choice", "backends", "verified", "findings", "verdict", "exit_code"),
+        *("environment", "torch", "model", "choice", "backends", "verified", "findings", "verdict", "exit_code"),
     }
     assert set(report["memory"]) >= {"total", "available", "swap_used", "cgroup_limit", "cgroup_left", "usable"}
     assert set(report["system"]) == {"system", "release", "machine", "distribution", "libc", "container", "wsl"}
@@ -180,6 +181,30 @@ def test_a_report_holds_no_personal_path_name_or_token(run, plugin, monkeypatch,
     }
     assert report["environment"]["LD_LIBRARY_PATH"] == "<path>/lib:/usr/lib"
     assert report["environment"]["PAGEDKV_TOKEN"] == "set, but pagedkv does not read it"
+
+
+def test_a_model_that_is_not_there_breaks_the_verdict_and_its_path_stays_private(run, monkeypatch, tmp_path):
+    home = tmp_path / "home" / "janedoe"
+    home.mkdir(parents=True)
+    monkeypatch.setenv("HOME", str(home))
+    sys.path.remove(str(tmp_path / "torch"))  # models need the real one
+    result = run(str(home / "my models" / "llama"), "--backend", "cpu", "--json")
+    report = json.loads(result.stdout)
+    first = report["findings"][0]
+    assert (result.exit_code, first["level"], first["about"]) == (2, "broken", "model")
+    assert report["model"]["name"] == "<path>/llama" and "neither a folder nor a file" in first["why"]
+    assert first["command"] and "jane" not in result.stdout and "my models" not in result.stdout
+
+
+def test_a_model_that_fits_is_planned_as_an_engine_would(run, tmp_path):
+    sys.path.remove(str(tmp_path / "torch"))
+    result = run(str(folder()), "--backend", "cpu", "--json")
+    report = json.loads(result.stdout)
+    plan = report["model"]["plan"]
+    assert (result.exit_code, report["model"]["error"], plan["refusal"]) == (0, None, None)
+    # 256 sequences of the 256 positions that this model has, in blocks of 16, and the null block
+    assert (plan["settings"]["block_size"], plan["blocks"]) == (16, 256 * 256 // 16 + 1)
+    assert {"weights", "blocks", "verdict"} <= {label for label, _ in report["model"]["summary"]}
 
 
 def test_the_exit_code_is_the_verdicts(run, plugin):
