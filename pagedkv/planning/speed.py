@@ -102,14 +102,14 @@ def work_of(checkpoint: AnyCheckpoint, agreed: Agreed) -> Work:
     vocabulary = config.vocab_size * config.hidden_size
     experts = sum(count for name, count in numbers.items() if ".experts." in name)
     share = 1.0 if config.experts is None else config.experts.per_token / config.experts.num
-    body = sum(numbers.values()) - vocabulary * (1 if config.tie_word_embeddings else 2) - experts * (1 - share)
+    multiplied = sum(numbers.values()) - (0 if config.tie_word_embeddings else vocabulary)
     read = agreed.weights.nbytes - _table_bytes(checkpoint, config, agreed)
     return Work(
         group=group,
         step_bytes=read,
-        body=2.0 * body,
+        body=2.0 * (multiplied - vocabulary - experts * (1 - share)),
         head=2.0 * vocabulary,
-        expert_bytes=read * experts // sum(numbers.values()),
+        expert_bytes=read * experts // multiplied,
         expert_share=share,
         packed=bool(agreed.weights.packed),
     )

@@ -1,0 +1,119 @@
+"""Predicted speeds: bytes and operations counted by hand, ends in order, limits that give way as they should."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from pagedkv.api import MemoryInfo
+from pagedkv.config import EngineConfig
+from pagedkv.engine.setup import build
+from pagedkv.planning import rates as rates_module
+from pagedkv.planning.plan import planned, speed_of
+from pagedkv.planning.rates import product_rate, rates_of, read_bandwidth
+from pagedkv.planning.speed import Rates, Speed, Work, work_of
+from tests.helpers.planning_rig import GIB, LLAMA_2_7B, TINY, fit_of, write_config
+
+ENOUGH = MemoryInfo(free=80 * GIB, total=80 * GIB)
+ROOM = {"bandwidth": 1e12, "peak": 1e14, "source": "a test"}
+
+
+def work(folder: Path, **settings: object) -> Work:
+    fit = fit_of(folder, ENOUGH, **settings)
+    return work_of(fit.checkpoint, fit.agreed)
+
+
+def test_the_work_of_llama_2_7b_counted_by_hand(tmp_path: Path) -> None:
+    found = work(write_config(tmp_path / "model", **LLAMA_2_7B))
+    vocabulary, norms = 32000 * 4096, 65 * 4096
+    body = 6_738_415_616 - 2 * vocabulary
+    assert found.body == 2 * body
+    assert found.head == 2 * vocabulary
+    assert found.step_bytes == 2 * (body + vocabulary), "the embedding table is looked up only"
+    assert body > norms
+    # 32 layers, 32 heads, two products of 128 with each visible key: 1 + 2 + 3 of 3 tokens.
+    assert found.attention(3) == 32 * 32 * 2 * (128 + 128) * 6
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_bytes_of_a_step_are_the_engines(tmp_path: Path, tied: bool) -> None:
+    folder = write_config(tmp_path / "model", **TINY | {"tie_word_embeddings": tied})
+    settings = {"model": str(folder), "backend": "cpu", "backend_options": {"threads": 1}, "max_num_seqs": 2}
+    with planned(EngineConfig.of(**settings), speed=False) as plan:
+        found = work_of(plan.fit.checkpoint, plan.fit.agreed)
+    parts = build(EngineConfig.of(**settings, load_format="dummy", skip_tokenizer_init=True))
+    try:
+        assert found.step_bytes == parts.runner.model.bytes_per_step
+    finally:
+        parts.runner.close()
+
+
+def test_a_window_limits_what_a_query_sees(tmp_path: Path) -> None:
+    found = work(write_config(tmp_path / "model", **TINY | {"model_type": "mistral", "sliding_window": 2}))
+    # 1 + 2 + 2 + 2 keys for 4 tokens; 3 layers, 4 heads of 12.
+    assert found.attention(4) == 3 * 4 * 2 * (12 + 12) * 7
+
+
+def test_of_experts_a_step_reads_those_that_its_tokens_take(tmp_path: Path) -> None:
+    experts = {"model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2}
+    found = work(write_config(tmp_path / "model", **TINY | experts), dtype="float32")
+    assert found.expert_bytes == 3 * 8 * 3 * 48 * 80 * 4
+    assert found.weights_read(1) == pytest.approx(found.step_bytes - 0.75 * found.expert_bytes)
+    assert found.weights_read(1) < found.weights_read(4) < found.weights_read(100) <= found.step_bytes
+    dense = work(write_config(tmp_path / "dense", **TINY))
+    assert found.body == pytest.approx(dense.body + 2 * 3 * (3 * 48 * 80 + 8 * 48)), "two experts and a router"
+
+
+def test_a_step_is_weights_and_cache_over_the_bandwidth_and_the_hosts_part(tmp_path: Path) -> None:
+    found = work(write_config(tmp_path / "model", **LLAMA_2_7B))
+    speed = Speed(work=found, rates=Rates(**ROOM, basis="here"))
+    low, high = 1000 * 512 * 1024 / 1e12, found.step_bytes / 1e12
+    slow = high / 0.40 + low / 0.25 + 32 * 0.00018 + 0.00015
+    fast = high / 0.89 + low / 0.45 + 32 * 0.00008 + 0.00004
+    told = speed.decode(1, 1000)
+    assert (told.low, told.high) == (pytest.approx(1 / slow), pytest.approx(1 / fast))
+
+
+def test_limits_give_way_as_they_should(tmp_path: Path) -> None:
+    found = work(write_config(tmp_path / "model", **LLAMA_2_7B))
+    base = Speed(work=found, rates=Rates(**ROOM, basis="published"))
+    faster = Speed(work=found, rates=Rates(**ROOM | {"bandwidth": 2e12}, basis="published"))
+    stronger = Speed(work=found, rates=Rates(**ROOM | {"peak": 2e14}, basis="published"))
+    assert faster.decode(1, 100).low > base.decode(1, 100).low == stronger.decode(1, 100).low
+    assert stronger.prefill(2048).high > base.prefill(2048).high == faster.prefill(2048).high
+    assert base.decode(8, 100).low > base.decode(1, 100).low, "weights are read once for all"
+    assert base.decode(8, 4000).high < base.decode(8, 100).high
+    assert base.prefill(4000).high < base.prefill(1000).high, "attention grows with the square"
+    for batch in (1, 8, 64):
+        told = base.decode(batch, 512)
+        assert told.low < told.middle < told.high
+        assert told.middle**2 == pytest.approx(told.low * told.high)
+
+
+def test_rates_of_this_machine_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rates_module, "QUICK_BYTES", 1 << 16)
+    monkeypatch.setattr(rates_module, "SIDE", 16)
+    settings = {"model": str(write_config(tmp_path / "model", **TINY)), "max_num_seqs": 4}
+    threads = torch.get_num_threads()
+    with planned(EngineConfig.of(**settings, backend="cpu", backend_options={"threads": 1})) as plan:
+        assert plan.prediction is not None
+        rates = plan.prediction.rates
+        assert (rates.basis, rates.bandwidth > 0, rates.peak > 0) == ("here", True, True)
+        assert [batch for batch, _ in plan.prediction.decode] == [1, 8, 32]
+        assert speed_of(plan.fit, rates).prefill(plan.prediction.context) == plan.prediction.prefill
+        assert read_bandwidth(plan.fit.target.backend, 1 << 12) > 0 < product_rate(plan.fit.target.backend, "fp32")
+    torch.set_num_threads(threads)
+
+
+def test_no_speed_is_made_up(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = str(write_config(tmp_path / "model", **TINY))
+    with caplog.at_level("INFO", "pagedkv.planning"):
+        with planned(EngineConfig.of(model=folder, backend="null")) as plan:
+            assert plan.prediction is None
+        assert "backend null is for tests" in caplog.text
+        with planned(EngineConfig.of(model=folder, dtype="float16"), device="310p") as plan:
+            assert rates_of(plan.fit.target, "fp32") is None
+            assert plan.prediction is not None and plan.prediction.rates.basis == "published"
+    assert "there is no rate of Huawei Ascend 310P" in caplog.text
