@@ -77,6 +77,15 @@ def values_read(rig: Rig, rows: torch.Tensor, *, written: bool = True) -> Floats
     return out[:, :: layer.q_heads // layer.kv_heads]
 
 
+def written_row(rig: Rig, row: torch.Tensor) -> Seq:
+    """A sequence of one token with these values [1, kv_heads, dim], appended and not read."""
+    seq, layer = rig.sequence(1), rig.layer()
+    q, k, _ = seq.qkv(layer)
+    seq.give(layer, q, torch.zeros_like(k), row)
+    rig.write(seq, 0, 1)
+    return seq
+
+
 def _extension(rig: Rig, name: str) -> Any:
     return rig.backend.extension(name)
 
@@ -395,11 +404,7 @@ def test_bound_again(kit: Kit, kv_dtype: str) -> None:
     rig = with_scale(rig_of(kit, kv_dtype))
     layer = rig.layer()
     row = rig.settled(layer, "v_scale", rig.random(1, layer.kv_heads, layer.v_dim))
-    first = values_read(rig, row)
-    old = rig.sequence(1)
-    q, k, _ = old.qkv(layer)
-    old.give(layer, q, torch.zeros_like(k), row)
-    rig.write(old, 0, 1)
+    first, old = values_read(rig, row), written_row(rig, row)
     with_scale(rig, 2 * SCALE)
     again = rig.read(old)[:, :: layer.q_heads // layer.kv_heads]
     kit.check(rig, again, 2 * first, tolerance=4 * EXACT, mistake="codes are read under the scale of now")
@@ -413,12 +418,13 @@ def test_bound_again(kit: Kit, kv_dtype: str) -> None:
 @pytest.mark.law("quantized_kv: work enqueued before a bind keeps the scales from before")
 def test_bind_is_ordered(kit: Kit, kv_dtype: str) -> None:
     rig = with_scale(rig_of(kit, kv_dtype))
-    seq = rig.sequence(rig.block_size)
-    rig.write(seq, 0, seq.length)
-    wanted = rig.expected((seq, seq.length, seq.length))
-    with_scale(rig, 8 * SCALE)  # nothing waited for the append
-    with_scale(rig)
-    kit.check(rig, rig.read(seq), wanted, mistake="a bind reached an append that was enqueued before it")
+    layer = rig.layer()
+    row = rig.settled(layer, "v_scale", rig.random(1, layer.kv_heads, layer.v_dim))
+    seq, wanted = written_row(rig, row), 4 * rig.stored(layer, "v_scale", row)
+    with_scale(rig, 4 * SCALE)  # nothing waited for the append, whose codes now stand for four times as much
+    out = rig.read(seq)[:, :: layer.q_heads // layer.kv_heads]
+    limit = max(20 * EXACT, 20 * torch.finfo(TORCH[rig.spec.dtype]).eps)
+    kit.check(rig, out, wanted, tolerance=limit, mistake="a bind reached an append that was enqueued before it")
 
 
 @each_bound

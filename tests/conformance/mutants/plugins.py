@@ -13,6 +13,7 @@ from tests.conformance.mutants import (  # noqa: F401 - each adds to the table
     copies,
     extensions,
     promises,
+    quantized,
     writing,
 )
 from tests.conformance.mutants.table import MUTANTS, Base, Mutant
