@@ -69,7 +69,7 @@ def _spinner() -> Iterator[Callable[[str], None]]:
 
 def as_json_values(report: Report) -> dict[str, Any]:
     """The report for a bug tracker: the keys stay from release to release, and nothing in it is personal."""
-    names = [word for status in report.statuses for word in (status.name, status.distribution, status.status)]
+    kept = {word for status in report.statuses for word in (status.name, status.distribution, status.status)}
     values = {
         **report.facts,
         "backends": [_backend(status) for status in report.statuses],
@@ -79,7 +79,8 @@ def as_json_values(report: Report) -> dict[str, Any]:
         "exit_code": report.exit_code,
     }
     model = report.facts["model"]
-    cleaned: dict[str, Any] = Privacy([model["name"]] if model else [], kept=names).clean(values)
+    kept |= {*values, *report.facts["packages"]}
+    cleaned: dict[str, Any] = Privacy([model["name"]] if model else [], kept=kept).clean(values)
     return cleaned
 
 

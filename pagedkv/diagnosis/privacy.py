@@ -28,24 +28,26 @@ _TOKENS = (
     re.compile(r"\b(?:hf|ghp|gho|ghs|github_pat|glpat|sk|xox[abps])[_-][\w-]{8,}"),
     re.compile(r"(?i)\b(?:bearer|token|api[_-]?key|password|secret)\b\s*[=:]?\s*[\"']?[\w+/.-]{8,}"),
     re.compile(r"(?<=://)[^/\s@]+(?=@)"),
+    re.compile(r"(?i)\b[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}\b"),
 )
 
 
 class Privacy:
-    """Rewrites texts. `paths` are further personal ones, such as a model's folder; `kept` stay as they are."""
+    """Rewrites texts. `paths` are further personal ones, such as a model's folder; words in `kept` stay as they are."""
 
     def __init__(self, paths: Iterable[str] = (), kept: Collection[str] = ()) -> None:
         folders = {form: f"<path>/{Path(path).name}" for path in paths if _is_path(path) for form in _forms(path)}
         self._folders = sorted({**dict(_known_folders()), **folders}.items(), key=lambda pair: -len(pair[0]))
         self._kept = frozenset(kept)
         names = {_user(): "<user>", **dict.fromkeys(_hosts(), "<host>")}
-        telling = (name for name in names if len(name) > 2 and name.lower() not in COMMON_NAMES)
+        common = COMMON_NAMES | self._kept
+        telling = (name for name in names if len(name) > 2 and name.lower() not in common)
         self._names = {name: names[name] for name in sorted(telling, key=len, reverse=True)}
 
     def clean(self, value: Any) -> Any:
-        """A JSON value with every text in it rewritten; keys stay."""
+        """A JSON value with every text in it rewritten; keys too, since a backend's may hold a device's number."""
         if isinstance(value, dict):
-            return {key: self.clean(item) for key, item in value.items()}
+            return {self.text(key): self.clean(item) for key, item in value.items()}
         if isinstance(value, (list, tuple)):
             return [self.clean(item) for item in value]
         return self.text(value) if isinstance(value, str) else value

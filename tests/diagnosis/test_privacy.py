@@ -43,6 +43,7 @@ def test_known_folders_become_their_meaning(jane):
         ("https://jane:pw@example.org/simple", "https://<secret>@example.org/simple"),
         ("hf_abcdefghijklmnop was refused", "<secret> was refused"),
         ("token=abcdef0123456789", "<secret>"),
+        ("GPU 0 GPU-8932f937-d72c-4106-c12f-20bd9faed9f6", "GPU 0 GPU-<secret>"),
         ("docker run --gpus all, 12.0/13.0, a/b and 1 / 2", "docker run --gpus all, 12.0/13.0, a/b and 1 / 2"),
         ("cpu", "cpu"),
     ],
@@ -75,9 +76,14 @@ def test_no_folder_outside_the_systems_own_is_ever_shown(before, after, last, ar
     assert Privacy().text(cleaned) == cleaned, "cleaning twice changes nothing"
 
 
-def test_values_in_every_depth_and_keys_stay(jane):
-    value = {"a": [{"b": f"{jane}/x", "c": 3, "d": None}], "e": True}
-    assert Privacy().clean(value) == {"a": [{"b": "~/x", "c": 3, "d": None}], "e": True}
+def test_values_in_every_depth_and_what_a_key_tells(jane):
+    value = {"a": [{"b": f"{jane}/x", "c": 3, "d": None}], "e": True, "on secretbox": 1}
+    assert Privacy().clean(value) == {"a": [{"b": "~/x", "c": 3, "d": None}], "e": True, "on <host>": 1}
+
+
+def test_a_user_called_like_a_word_of_the_report_changes_no_word(jane, monkeypatch):
+    monkeypatch.setattr(privacy.getpass, "getuser", lambda: "torch")
+    assert Privacy(kept={"torch"}).clean({"torch": "torch 2.13"}) == {"torch": "torch 2.13"}
 
 
 def test_a_common_name_is_left_alone(monkeypatch):
