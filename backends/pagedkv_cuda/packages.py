@@ -23,11 +23,13 @@ def version(distribution: str) -> str | None:
 
 
 def torch_cuda() -> str | None:
-    """The CUDA version that torch was built for ("13.0"), from its version file; None without torch or without CUDA."""
+    """The CUDA version that torch was built for ("13.0"), from its version file; None without it or without CUDA."""
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
         return None
     file = Path(spec.origin).with_name("version.py")
+    if not file.exists():
+        return None
     found = re.search(r"^cuda\b[^=]*=\s*['\"]([\d.]+)['\"]", file.read_text("utf-8"), re.MULTILINE)
     return found[1] if found else None
 

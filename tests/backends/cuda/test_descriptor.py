@@ -184,6 +184,8 @@ def test_the_cuda_of_torch_is_read_from_its_version_file(monkeypatch, tmp_path, 
     spec = SimpleNamespace(origin=str(tmp_path / "__init__.py"))
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: spec)
     assert packages.torch_cuda() == cuda
+    (tmp_path / "version.py").unlink()
+    assert packages.torch_cuda() is None
 
 
 # -- describe ----------------------------------------------------------------------------------------------------------
