@@ -20,8 +20,8 @@ from pagedkv.config import parse_bytes
 class Device:
     """One row of devices.toml. Bytes; bandwidth in bytes a second; peak in operations a second by dtype.
 
-    `taken`: what is assumed to be in use before the engine starts; `block_size`: what its backend prefers, used while
-    that backend is not installed and cannot be asked.
+    `taken`: what is assumed to be in use before the engine starts; `reserve`: what a budget of shared memory leaves the
+    host; `block_size`: what its backend prefers, used while that backend is not installed and cannot be asked.
     """
 
     name: str
@@ -36,6 +36,7 @@ class Device:
     source: str
     unified: bool = False
     fraction: float | None = None
+    reserve: int | None = None
     block_size: int = 16
 
     @property
@@ -64,16 +65,17 @@ def read_data(name: str) -> Mapping[str, Any]:
 def devices() -> tuple[Device, ...]:
     """The table, in its own order."""
     data = read_data("devices.toml")
-    return tuple(_device(row, data["assumed"]) for row in data["device"])
+    return tuple(_device(row, data["assumed"], data["reserve"]) for row in data["device"])
 
 
-def _device(row: Mapping[str, Any], assumed: Mapping[str, Any]) -> Device:
+def _device(row: Mapping[str, Any], assumed: Mapping[str, Any], reserve: Mapping[str, Any]) -> Device:
     memory = parse_bytes(row["memory"], "memory")
-    board = parse_bytes(assumed["board"], "board")
+    board, unified = parse_bytes(assumed["board"], "board"), bool(row.get("unified"))
     fields = {
         "aliases": tuple(row.get("aliases", ())),
         "memory": memory,
-        "taken": min(board, memory // 2) if row.get("unified") else int(assumed["card"] * memory),
+        "taken": min(board, memory // 2) if unified else int(assumed["card"] * memory),
+        "reserve": max(parse_bytes(reserve["least"], "least"), memory // reserve["part"]) if unified else None,
         "bandwidth": row["bandwidth"] * 1e9,
         "peak": {dtype: rate * 1e12 for dtype, rate in row["peak"].items()},
     }

@@ -21,6 +21,7 @@ from pagedkv.api import (
     World,
     needs,
 )
+from pagedkv.api.backend import DEFAULT_FRACTION
 from pagedkv.api.errors import BackendUnavailable, UnsupportedError
 from pagedkv.api.records import Int32, LayerSpec
 from pagedkv.planning.cost import formula_cost
@@ -30,7 +31,10 @@ _FEATURES = {"mixed_batch", "prefix_hit", "nan_safe"}
 
 
 class StandIn(AttentionBackend):
-    """Capabilities and memory as given; cost and ops are those of `inner`, without one the formula and none."""
+    """Capabilities and memory as given; cost and ops are those of `inner`, without one the formula and none.
+
+    With a `reserve` the memory is a host's, which keeps so many bytes, and the share is one of what is available.
+    """
 
     def __init__(
         self,
@@ -38,10 +42,11 @@ class StandIn(AttentionBackend):
         memory: MemoryInfo,
         *,
         fraction: float | None = None,
+        reserve: int | None = None,
         inner: AttentionBackend | None = None,
     ) -> None:
         self._capabilities, self._memory = capabilities, memory
-        self._fraction, self._inner = fraction, inner
+        self._fraction, self._reserve, self._inner = fraction, reserve, inner
 
     @property
     def torch_device(self) -> str:
@@ -56,8 +61,11 @@ class StandIn(AttentionBackend):
         return self._memory
 
     def kv_budget(self, fraction: float | None, reserved: int) -> int | None:
-        """The contract's formula, with the device's own share where none is given."""
-        return super().kv_budget(self._fraction if fraction is None else fraction, reserved)
+        """The contract's formula, or that of shared memory; the device's own share where none is given."""
+        share = self._fraction if fraction is None else fraction
+        if self._reserve is None or self._memory.free is None:
+            return super().kv_budget(share, reserved)
+        return max(0, int((share or DEFAULT_FRACTION) * self._memory.free) - self._reserve - reserved)
 
     def pool_cost(self, spec: PoolSpec) -> PoolCost:
         return formula_cost(spec) if self._inner is None else self._inner.pool_cost(spec)

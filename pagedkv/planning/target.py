@@ -100,7 +100,7 @@ def _this_machine(config: EngineConfig, memory: int | None) -> Target:
 def _other_backend(config: EngineConfig, device: Device, memory: MemoryInfo) -> Target:
     """A backend that runs here, with the memory of that device."""
     selected, inner = _created(config)
-    backend = StandIn(inner.capabilities(), memory, fraction=device.fraction, inner=inner)
+    backend = StandIn(inner.capabilities(), memory, fraction=device.fraction, reserve=device.reserve, inner=inner)
     return Target(selected=selected, backend=backend, device=device, cost=_asked(selected.name), real=False)
 
 
@@ -119,7 +119,7 @@ def _elsewhere(device: Device, memory: MemoryInfo) -> Target:
     offer: Capabilities = plugins.offer(selected)
     whose = "its backend's descriptor" if found is not None else f"nobody: backend {device.backend} is not installed"
     _log.info("%s is not here: what it can do is told by %s", device.title, whose)
-    backend = StandIn(offer, memory, fraction=device.fraction)
+    backend = StandIn(offer, memory, fraction=device.fraction, reserve=device.reserve)
     return Target(selected=selected, backend=backend, device=device, cost=f"by formula: {FORMULA}", real=False)
 
 

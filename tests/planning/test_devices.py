@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+from types import SimpleNamespace
+
 import pytest
 
 from pagedkv import plugins
@@ -104,6 +107,16 @@ def test_a_stand_in_answers_and_runs_nothing() -> None:
         with pytest.raises(UnsupportedError, match="runs nothing"):
             call()
     backend.close()
+
+
+@pytest.mark.parametrize("device", [d for d in ALL if d.backend == "jetson"], ids=lambda device: device.name)
+@pytest.mark.parametrize(("fraction", "reserved"), [(None, 0), (0.5, GIB), (1.0, 64 * GIB)])
+def test_u102_a_board_has_the_budget_that_its_backend_gives(device: Device, fraction, reserved: int) -> None:
+    backend = pytest.importorskip("pagedkv_jetson.backend", reason="the backend of these boards is not installed")
+    memory = dataclasses.replace(device.free_memory, allocated=0)
+    theirs = backend.JetsonBackend.kv_budget(SimpleNamespace(memory=lambda: memory), fraction, reserved)
+    ours = StandIn(capabilities(), memory, fraction=device.fraction, reserve=device.reserve)
+    assert ours.kv_budget(fraction, reserved) == theirs
 
 
 def test_parts_of_the_limits_are_intervals_with_a_source() -> None:
