@@ -46,7 +46,7 @@ from pagedkv_cuda.kernels import ops, sampling  # noqa: E402
 from pagedkv_cuda.kernels.append import append  # noqa: E402
 from pagedkv_cuda.kernels.arguments import Cache, Layer, Rows  # noqa: E402
 from pagedkv_cuda.kernels.attention import Choice, attend, scratch_floats  # noqa: E402
-from pagedkv_cuda.kernels.tiles import DESCRIPTOR_TARGET, SHARED_LIMIT  # noqa: E402
+from pagedkv_cuda.kernels.tiles import DESCRIPTOR_TARGET, SHARED_LIMIT, Tile, shared_bytes  # noqa: E402
 
 TARGETS = (80, 86, 87, 89, 90, 100, 120)
 OTHERS = {"gfx942": GPUTarget("hip", "gfx942", 64)}
@@ -300,9 +300,17 @@ def faults(report: Report, target: int, given: dict[str, Any]) -> Iterator[str]:
     if report.shared > limit:
         yield f"takes {report.shared} bytes of shared memory, {target} has {limit}"
     if report.kernel == "attend_tile":
+        reckoned = shared_bytes(Tile(*report.tile or ()), target, itemsize(report), max(given["DK"], given["DV"]))
+        if report.shared > reckoned:
+            yield f"takes {report.shared} bytes of shared memory where the choice of tiles reckons with {reckoned}"
         for group in expected(report, target, given):
             if not any(name in report.instructions for name in group):
                 yield f"has none of {', '.join(group)}"
+
+
+def itemsize(report: Report) -> int:
+    """The bytes that the table of tiles counts a shape under."""
+    return 4 if "float32" in report.name else 1 if "cache" in report.name else 2
 
 
 def expected(report: Report, target: int, given: dict[str, Any]) -> Iterator[tuple[str, ...]]:

@@ -7,7 +7,7 @@ that a captured launch stays right for every batch within them.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,7 +18,15 @@ from pagedkv_cuda.kernels.arguments import Cache, Layer, Rows
 from pagedkv_cuda.kernels.formats import NATIVE_E4M3, format_of, scale_of, stored
 from pagedkv_cuda.kernels.grids import one_axis, power_of_two
 from pagedkv_cuda.kernels.jit_attention import LOG2E, attend_tile, merge_splits
-from pagedkv_cuda.kernels.tiles import DESCRIPTOR_BLOCKS, DESCRIPTOR_TARGET, Tile, processors, target_of, tile_for
+from pagedkv_cuda.kernels.tiles import (
+    DESCRIPTOR_BLOCKS,
+    DESCRIPTOR_TARGET,
+    Tile,
+    processors,
+    shared_of,
+    target_of,
+    tile_for,
+)
 
 MOST_SPLITS = 64
 PROGRAMS_EACH = 4
@@ -125,10 +133,11 @@ class Launch:
         self._run("many", grid, tile, self.few, count, 1, max(rows.max_ctx, 1) + tile.block_n)
 
     def _tile(self, kernel: str, least: int) -> Tile:
-        """The table's tile, tall enough for `least` rows."""
-        tile = self._choice.tile or tile_for(kernel, self._target, self._bytes(), max(self._dims))
-        height = max(tile.block_m, power_of_two(least))
-        return Tile(height, tile.block_n, tile.warps, tile.stages)
+        """The table's tile, tall enough for `least` rows and small enough for the device."""
+        if self._choice.tile is None:
+            shared = shared_of(self._q.device)
+            return tile_for(kernel, self._target, self._bytes(), max(self._dims), least=least, shared=shared)
+        return replace(self._choice.tile, block_m=max(self._choice.tile.block_m, power_of_two(least)))
 
     def _bytes(self) -> int:
         """How the table counts this product: a quantized cache under 16-bit queries needs registers to decode."""

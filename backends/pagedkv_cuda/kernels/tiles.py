@@ -2,9 +2,10 @@
 
     {family: {kernel: {bytes: {head dim: [BLOCK_M, BLOCK_N, warps, stages]}}}}
 
-A capability takes the family that shares its limits; a head dim takes the entry of the next larger one. `bytes` are
-those of an entry of q, or 1 where 16-bit queries meet a quantized cache. On families with cp.async (8.x), `stages` is
-how many steps of keys and values are on their way at once. Nothing is tuned while the engine starts:
+A capability takes the family that shares its limits; a head dim takes the entry of the next larger one, made smaller
+where the device has less shared memory than that may take. `bytes` are those of an entry of q, or 1 where 16-bit
+queries meet a quantized cache. `stages` is how many steps of keys and values are under way at once, the one that is
+being multiplied among them. Nothing is tuned while the engine starts:
 `python -m pagedkv_cuda.kernels.tune` measures on a card and writes the file anew. The table has not been measured on
 hardware: it is what compiles without spilling and within each limit.
 """
@@ -12,13 +13,15 @@ hardware: it is what compiles without spilling and within each limit.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from pagedkv.api.errors import UnsupportedError
+from pagedkv_cuda.kernels.grids import power_of_two
 
 TABLE = Path(__file__).with_name("tiles.json")
 FAMILIES = {80: "80", 87: "80", 86: "86", 89: "86", 90: "90", 100: "100", 103: "100", 120: "86", 121: "86"}
@@ -33,6 +36,12 @@ DESCRIPTOR_BLOCKS = (16, 32, 64, 128, 256)
 HOST = 80
 """Whose tiles tensors in host memory take: kernels reach them only under Triton's interpreter."""
 WIDEST = 256
+LEAST_KEYS = 16
+"""A product of two 16-bit tiles is not narrower."""
+HELD = {"80": 0.0, "86": 0.5, "90": 1.0, "100": 1.0}
+"""Steps that keep their place by family while they are multiplied: both tiles, or the values only."""
+EXCHANGED = 4096
+"""Bytes for what warps tell each other, barriers and padding."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,13 +62,51 @@ def target_of(device: torch.device) -> int:
     return 10 * major + minor
 
 
-def tile_for(kernel: str, target: int, itemsize: int, head_dim: int) -> Tile:
-    """The tile of `kernel` ("few" or "many" queries), by `itemsize` of the table's bytes. Raises `UnsupportedError`."""
+def tile_for(
+    kernel: str, target: int, itemsize: int, head_dim: int, *, least: int = 16, shared: int | None = None
+) -> Tile:
+    """The tile of `kernel` ("few" or "many" queries), by `itemsize` of the table's bytes.
+
+    At least `least` rows of queries tall, and within `shared` bytes of shared memory, those of the capability where it
+    is None. Raises `UnsupportedError` where there is no such tile.
+    """
     by_dim = table()[family(target)][kernel][str(itemsize)]
     fitting = [dim for dim in map(int, by_dim) if dim >= head_dim]
     if not fitting:
         raise UnsupportedError([f"head dim {head_dim} is above {WIDEST}, the largest of these kernels"])
-    return Tile(*by_dim[str(min(fitting))])
+    tile = Tile(*by_dim[str(min(fitting))])
+    tile = replace(tile, block_m=max(tile.block_m, power_of_two(least)))
+    room = SHARED_LIMIT[nearest(target)] * 1024 if shared is None else shared
+    while shared_bytes(tile, target, itemsize, head_dim) > room:
+        tile = smaller(tile, power_of_two(least), room)
+    return tile
+
+
+def smaller(tile: Tile, least: int, room: int) -> Tile:
+    """The next tile that takes less: fewer steps on their way first, then fewer keys, then fewer queries."""
+    if tile.stages > 1:
+        return replace(tile, stages=tile.stages - 1)
+    if tile.block_n > LEAST_KEYS:
+        return replace(tile, block_n=tile.block_n // 2)
+    if tile.block_m > least:
+        return replace(tile, block_m=tile.block_m // 2)
+    raise UnsupportedError(
+        [f"no tile of {least} rows fits {room} bytes of shared memory: a smaller head dim or group of query heads does"]
+    )
+
+
+def shared_bytes(tile: Tile, target: int, itemsize: int, head_dim: int) -> int:
+    """What a program may take of shared memory at most, as Triton 3.6 to 3.9 allocate it; `make aot` holds it to this.
+
+    Queries, and weights on their way to the second product; keys and values of the steps that are under way, and once
+    more in the queries' dtype where they are decoded; what warps exchange.
+    """
+    width, wide = power_of_two(head_dim), max(itemsize, 2)
+    queries = tile.block_m * (width + tile.block_n) * wide
+    step = 2 * tile.block_n * width
+    decoded = step * wide if itemsize < wide else 0
+    steps = max(1, tile.stages - 1 + HELD[family(target)])
+    return queries + int(steps * step * itemsize) + decoded + EXCHANGED
 
 
 def family(target: int) -> str:
@@ -71,7 +118,21 @@ def family(target: int) -> str:
                 'these kernels need 8.0: set backend_options={"kernels": "torch"}'
             ]
         )
-    return FAMILIES[max(known for known in FAMILIES if known <= target)]
+    return FAMILIES[nearest(target)]
+
+
+def nearest(target: int) -> int:
+    """The newest known capability that is not newer."""
+    return max(known for known in FAMILIES if known <= target)
+
+
+@lru_cache(maxsize=64)
+def shared_of(device: torch.device) -> int | None:
+    """Bytes of shared memory that one program can have on a device; None in host memory."""
+    if device.type != "cuda":
+        return None
+    properties: Any = torch.cuda.get_device_properties(device)
+    return int(properties.shared_memory_per_block_optin)
 
 
 @lru_cache(maxsize=1)

@@ -50,3 +50,8 @@ def test_keys_of_several_blocks_come_by_descriptor_and_do_not_pass_through_regis
     (boxes,) = [report["instructions"] for report in reports if report["name"] == name]
     assert boxes["UTMALDG"] >= 8  # a step of 64 keys and 64 values out of four blocks of 16 each
     assert boxes["STS"] < 64  # put together to one tile they took 132 stores to shared memory
+
+
+def test_the_small_kernels_are_light(reports):
+    small = [report for report in reports if report["kernel"] in ("append_tile", "gate_block")]
+    assert max(report["registers"] for report in small) <= 64  # what leaves room for every warp of a multiprocessor
