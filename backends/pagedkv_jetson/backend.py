@@ -50,9 +50,16 @@ class JetsonRuntime(CudaRuntime):
             reclaimable=torch.cuda.memory_reserved(self._index) - held, allocated=held, peak=peak, unified=True
         )
 
+    def cap(self, nbytes: int) -> None:
+        """Have torch refuse what would make this process hold more, whatever asks for it: no step hangs the board."""
+        total = torch.cuda.get_device_properties(self._index).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, max(0, nbytes) / total), self._index)
+
 
 class JetsonBackend(CudaBackend):
     """The CUDA backend in a memory that weights, cache and the system share, of which a part is never touched."""
+
+    _runtime: JetsonRuntime
 
     def __init__(self, *given: Any, root: Path = ROOT, **more: Any) -> None:
         super().__init__(*given, **more)
@@ -72,17 +79,19 @@ class JetsonBackend(CudaBackend):
         memory = self.memory()
         if memory.total is None or memory.free is None:
             return None
-        held = memory.allocated or 0
+        held, share = memory.allocated or 0, FRACTION if fraction is None else fraction
         reach = min(memory.total, _available(memory) + held)
-        share = FRACTION if fraction is None else fraction
+        self._runtime.cap(reach - _reserve(memory))
         return max(0, int(share * reach) - _reserve(memory) - held - reserved)
 
     def alloc_pool(self, spec: PoolSpec) -> Pool:
         """Raises `OutOfDeviceMemory` before the system is left with less than its reserve, whoever took the rest."""
         memory, cost = self.memory(), self.pool_cost(spec)
         asked = cost.fixed + spec.num_blocks * cost.per_block
-        if memory.total is not None and memory.free is not None and asked > _left(memory):
-            raise _shortage(asked, memory)
+        if memory.total is not None and memory.free is not None:
+            if asked > _left(memory):
+                raise _shortage(asked, memory)
+            self._runtime.cap(_left(memory) + (memory.allocated or 0))
         try:
             return super().alloc_pool(spec)
         except RuntimeError as error:

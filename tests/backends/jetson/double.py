@@ -15,15 +15,19 @@ from tests.backends.cuda.double import DelayingRuntime
 
 
 class Holding(DelayingRuntime):
-    """A runtime whose allocator has handed out `allocated` bytes and keeps `kept` of freed ones."""
+    """A runtime whose allocator has handed out `allocated` bytes, keeps `kept` of freed ones, and stops at `most`."""
 
     allocated, kept = 0, 0
+    most: int | None = None
 
     def memory(self) -> MemoryInfo:
         return MemoryInfo.of(reclaimable=self.kept, allocated=self.allocated, unified=True)
 
+    def cap(self, nbytes: int) -> None:
+        self.most = nbytes
 
-def double(root: Path = ROOT, runtime: DelayingRuntime | None = None, world: World | None = None) -> JetsonBackend:
+
+def double(root: Path = ROOT, runtime: Holding | None = None, world: World | None = None) -> JetsonBackend:
     """An instance as it is opened on an Orin with these files."""
     generation = limits.generation((8, 7))
     if generation is None:

@@ -144,6 +144,29 @@ def test_u102_an_explicit_size_that_would_take_the_hosts_reserve_is_refused(tmp_
     assert backend.alloc_pool(spec()).num_blocks == 8, "the instance stays usable"
 
 
+def test_u102_torch_stops_where_the_reserve_begins(tmp_path: Path) -> None:
+    runtime = Holding()
+    backend = double(tmp_path, runtime)
+    runtime.allocated, runtime.kept = 3 * GIB, GIB
+    trees.meminfo(tmp_path, total=16 * GIB, available=8 * GIB, free=0)
+    backend.kv_budget(0.5, 0)
+    assert runtime.most == 8 * GIB + GIB + 3 * GIB - GIB, "available, kept and held, the reserve taken off"
+    trees.meminfo(tmp_path, total=16 * GIB, available=6 * GIB, free=0)
+    backend.alloc_pool(spec())
+    assert runtime.most == 6 * GIB + GIB + 3 * GIB - GIB, "an explicit size asks for no budget, and is capped too"
+
+
+@pytest.mark.parametrize(("nbytes", "fraction"), [(12 * GIB, 0.75), (20 * GIB, 1.0), (-GIB, 0.0)])
+def test_u102_the_cap_is_torchs_own(monkeypatch: pytest.MonkeyPatch, nbytes: int, fraction: float) -> None:
+    told: list[tuple[float, int]] = []
+    fake_cuda(monkeypatch)
+    monkeypatch.setattr(
+        module.torch.cuda, "set_per_process_memory_fraction", lambda share, index: told.append((share, index)), False
+    )
+    JetsonRuntime(0).cap(nbytes)
+    assert told == [(fraction, 0)]
+
+
 def test_u106_there_is_no_host_memory_beside_it(backend: JetsonBackend) -> None:
     with pytest.raises(UnsupportedError, match="placement"):
         backend.alloc_pool(dataclasses.replace(spec(), placement="host"))
@@ -174,7 +197,7 @@ def fake_cuda(monkeypatch: pytest.MonkeyPatch, *, built: tuple[str, ...] = ("sm_
         is_available=lambda: True,
         device_count=lambda: 1,
         get_arch_list=lambda: list(built),
-        get_device_properties=lambda index: SimpleNamespace(uuid="0", is_integrated=integrated),
+        get_device_properties=lambda index: SimpleNamespace(uuid="0", is_integrated=integrated, total_memory=16 * GIB),
         get_device_name=lambda index: "Orin",
         memory_allocated=lambda index: 2 * GIB,
         memory_reserved=lambda index: 3 * GIB,
