@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
 import sys
 
 import pytest
@@ -17,6 +19,7 @@ from pagedkv.plugins import probing
 from tests.helpers.engine_rig import folder
 from tests.helpers.fake_machine import stub_torch
 from tests.helpers.plugin_dists import descriptor, install
+from tests.helpers.terminal import Terminal
 
 PRIVATE = "/srv/janes-models/private/llama"
 
@@ -211,6 +214,18 @@ def test_the_exit_code_is_the_verdicts(run, plugin):
     plugin()
     report = json.loads(run("--backend", "fake", "--json").stdout)
     assert report["exit_code"] == EXIT_CODES[report["verdict"]]
+
+
+def test_a_terminal_shows_what_is_waited_for_and_standard_output_stays_json(plugin, tmp_path):
+    plugin()
+    paths = [str(tmp_path / "fake"), str(stub_torch(tmp_path / "torch"))]
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join([*paths, *sys.path]), "TERM": "xterm"}
+    terminal = Terminal()
+    command = [sys.executable, "-m", "pagedkv.cli.main", "doctor", "--backend", "fake", "--json"]
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=terminal.end, env=environ, check=False)
+    os.close(terminal.end)
+    assert "asking the backends" in terminal.shown()
+    assert json.loads(done.stdout)["exit_code"] == done.returncode == 0
 
 
 def test_help_has_the_exit_codes_and_examples(run):
