@@ -4,12 +4,14 @@
 
 For a machine with a card; with `--backend cpu --small` it runs anywhere, which shows that it runs, and no more.
 Decode is held to the speed at which the device reads memory, prefill to that of a large matrix product, both to torch's
-scaled_dot_product_attention on the same keys and values, laid out without blocks. Times are the best of some rounds.
+scaled_dot_product_attention and, for a few, FlexAttention on the same keys and values, laid out without blocks. Times
+are the best of some rounds. Where keys and values fit the device's cache, the share of the limit may be above 1.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import time
 from collections.abc import Callable, Iterator
@@ -27,8 +29,10 @@ from pagedkv.api.extensions import GraphShape
 
 HEADS, KV_HEADS, DIM, BLOCK = 32, 8, 128, 64
 """Attention of an 8B model."""
+MOVED = 16
+"""Blocks that are copied out and back."""
 ROUNDS = 5
-NAMES = {torch.bfloat16: "bf16", torch.float32: "fp32"}
+NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +71,7 @@ def best(backend: AttentionBackend, run: Callable[[], Any], calls: int) -> float
 def limits(backend: AttentionBackend, dtype: torch.dtype, small: bool) -> dict[str, float]:
     """Bytes a second that a sum reads, and operations a second of a square product."""
     device, size = backend.torch_device, 1024 if small else 8192
-    many = torch.ones(1 << (22 if small else 30), dtype=torch.uint8, device=device).view(torch.int32)
+    many = torch.ones(1 << (20 if small else 28), device=device)
     square = torch.randn(size, size, device=device).to(dtype)
     return {
         "read_bytes_per_second": many.nbytes / best(backend, lambda: many.sum(), 3),
@@ -86,12 +90,13 @@ class Case:
         tokens = max(work.rows * work.queries, 4096)
         spec = PoolSpec(
             groups=(group,),
-            num_blocks=work.rows * self.columns + 1,
+            num_blocks=work.rows * self.columns + 2 * MOVED + 1,
             dtype=NAMES[dtype],
-            limits=Limits(rows=work.rows, tokens=tokens, context=work.context),
+            limits=Limits(rows=work.rows, tokens=tokens, context=max(work.context, MOVED * BLOCK)),
         )
         self.pool = backend.alloc_pool(spec)
-        blocks = np.random.default_rng(0).permutation(np.arange(1, spec.num_blocks)).astype(np.int32)
+        self.spare = np.arange(1, 2 * MOVED + 1, dtype=np.int32)
+        blocks = np.random.default_rng(0).permutation(np.arange(2 * MOVED + 1, spec.num_blocks)).astype(np.int32)
         self.table = np.zeros((work.rows + 1, self.columns), np.int32)
         self.table[1:] = blocks.reshape(work.rows, self.columns)
         self.keys, self.values = (self._random(work.rows, work.context, KV_HEADS, DIM) for _ in range(2))
@@ -114,19 +119,20 @@ class Case:
             plan = self.backend.plan(self.pool, 0, _appending(slots[part]))
             self.backend.attend(plan, 0, None, keys[part], values[part], None)
 
-    def batch(self) -> Batch:
-        """The step: every row with its queries at the end of its context."""
+    def batch(self, part: float = 1.0) -> Batch:
+        """The step: every row with its queries at the end of its context, or of that part of it."""
         work = self.work
+        context = max(work.queries, int(part * work.context))
         return Batch(
             num_seqs=work.rows,
             num_tokens=work.rows * work.queries,
             cu_q=(np.arange(work.rows + 1) * work.queries).astype(np.int32),
-            ctx_len=np.full(work.rows, work.context, np.int32),
+            ctx_len=np.full(work.rows, context, np.int32),
             block_table=self.table,
             rows=np.arange(1, work.rows + 1, dtype=np.int32),
             slots=np.full(work.rows * work.queries, -1, np.int64),
             max_q=work.queries,
-            max_ctx=work.context,
+            max_ctx=context,
             num_decode=work.rows if work.queries == 1 else 0,
         )
 
@@ -135,13 +141,32 @@ class Case:
 
     def reference(self) -> torch.Tensor:
         """The same by scaled_dot_product_attention: [rows, heads, queries, dim]."""
+        q, keys, values = self._dense()
+        return F.scaled_dot_product_attention(q, keys, values, is_causal=self._causal(), enable_gqa=True)
+
+    def _dense(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """q, keys and values, each [rows, heads, tokens, dim]."""
         work = self.work
         q = self.q.view(work.rows, work.queries, HEADS, DIM).transpose(1, 2)
-        keys, values = self.keys.transpose(1, 2), self.values.transpose(1, 2)
-        causal = work.queries == work.context
-        if not causal and work.queries > 1:
+        return q, self.keys.transpose(1, 2), self.values.transpose(1, 2)
+
+    def _causal(self) -> bool:
+        causal = self.work.queries == self.work.context
+        if not causal and self.work.queries > 1:
             raise ValueError("prefill is measured without a cached prefix")
-        return F.scaled_dot_product_attention(q, keys, values, is_causal=causal, enable_gqa=True)
+        return causal
+
+    def flex(self) -> Callable[[], torch.Tensor]:
+        """The same by FlexAttention, compiled for this shape."""
+        from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+        q, keys, values = (tensor.contiguous() for tensor in self._dense())
+        mask, queries, context = None, self.work.queries, self.work.context
+        if self._causal():
+            visible = lambda batch, head, query, key: query >= key  # noqa: E731 - what torch traces
+            mask = create_block_mask(visible, None, None, queries, context, device=q.device)
+        compiled = torch.compile(flex_attention, dynamic=False)
+        return lambda: compiled(q, keys, values, block_mask=mask, enable_gqa=True)
 
 
 def _appending(slots: np.ndarray) -> Batch:
@@ -178,49 +203,129 @@ def measured(case: Case, device: dict[str, float]) -> dict[str, Any]:
     }
 
 
+def flex(case: Case) -> dict[str, Any]:
+    """Seconds of FlexAttention and how far it is from the reference; why not, where torch cannot compile it here."""
+    try:
+        run = case.flex()
+        worst = float((run().float() - case.reference().float()).abs().max())
+        return {"seconds_flex": best(case.backend, run, 10), "worst_difference_flex": worst}
+    except Exception as error:  # noqa: BLE001 - no compiler, a shape that it refuses: told, and the rest goes on
+        return {"flex": f"{type(error).__name__}: {str(error)[:300]}"}
+
+
 def graphs(case: Case) -> dict[str, Any]:
-    """A decode step recorded and replayed, beside the eager one."""
+    """A decode step recorded once and replayed for other contexts too, each beside the eager one."""
     extension = case.backend.extension("graph")
     if extension is None:
         return {"graph": "this backend has no graphs"}
-    work, batch = case.work, case.batch()
+    work = case.work
     static = extension.static_plan(case.pool, 0, GraphShape(rows=work.rows, tokens=work.rows, max_ctx=work.context))
-    extension.refresh(static, batch)
+    extension.refresh(static, case.batch())
     graph = extension.capture(lambda: case.attend(static), [static])
-    eager = case.backend.plan(case.pool, 0, batch)
-    case.attend(eager)
+    worst = max(_replayed(case, extension, static, graph, part) for part in (0.5, 0.0, 1.0))
+    eager, replay = case.backend.plan(case.pool, 0, case.batch()), best(case.backend, graph.replay, 10)
+    seconds = best(case.backend, lambda: case.attend(eager), 10)
+    graph.close()
+    return {"graph_seconds": replay, "eager_seconds": seconds, "worst": worst, "nbytes": graph.nbytes}
+
+
+def _replayed(case: Case, extension: Any, static: Any, graph: Any, part: float) -> float:
+    """How far a replay is from the eager step of the same batch."""
+    batch = case.batch(part)
+    case.attend(case.backend.plan(case.pool, 0, batch))
     wanted = case.out.clone()
-    case.out.zero_()
+    extension.refresh(static, batch)
+    case.out.fill_(float("nan"))
     graph.replay()
-    case.backend.synchronize()
-    same = float((case.out.float() - wanted.float()).abs().max())
-    replay = best(case.backend, graph.replay, 10)
-    return {"graph_seconds": replay, "eager_seconds": best(case.backend, lambda: case.attend(eager), 10), "worst": same}
+    return float((case.out.float() - wanted.float()).abs().nan_to_num(float("inf")).max())
 
 
-def copies(backend: AttentionBackend, case: Case, rounds: int) -> dict[str, Any]:
-    """Blocks out to the host and back to other places while attention runs beside: bytes a second, and lost blocks."""
-    spec = case.pool.spec
-    count = min(64, (spec.num_blocks - 1) // 2)
-    host = backend.alloc_pool(
-        PoolSpec(groups=spec.groups, num_blocks=count + 1, dtype=spec.dtype, limits=spec.limits, placement="host")
-    )
-    ids, plan, lost = np.arange(1, count + 1, dtype=np.int32), backend.plan(case.pool, 0, case.batch()), 0
-    case.attend(plan)
-    before = case.out.clone()
-    began = time.perf_counter()
-    for _ in range(rounds):
-        out = backend.copy_blocks(case.pool, host, np.stack([ids, ids], 1))
-        case.attend(plan)
-        back = backend.copy_blocks(host, case.pool, np.stack([ids, ids], 1), after=out)
+class Race:
+    """Fresh keys and values in some blocks, out to the host, overwritten, and back to other blocks, beside compute.
+
+        append S ─ attend S ─── busy ─── wait ─ append S anew ─ busy ─ wait ─ attend D
+                     └ copy S -> host ────┘                             │
+                             └ after it: copy host -> D ────────────────┘
+
+    What is read in D must be what was read in S, bit for bit; a copy that runs too early or too late shows.
+    """
+
+    def __init__(self, case: Case) -> None:
+        self.case, backend, spec = case, case.backend, case.pool.spec
+        self.host = backend.alloc_pool(dataclasses.replace(spec, num_blocks=MOVED + 1, placement="host"))
+        self.here, self.there = case.spare[:MOVED], case.spare[MOVED:]
+        self.ids = np.arange(1, MOVED + 1, dtype=np.int32)
+        self.q = case._random(1, HEADS, DIM)
+
+    def rounds(self, count: int) -> int:
+        """How many of so many rounds differ. The host waits for none of them meanwhile."""
+        seen = [self._round() for _ in range(count)]
+        self.case.backend.synchronize()
+        return sum(not torch.equal(before, after) for before, after in seen)
+
+    def _round(self) -> tuple[torch.Tensor, torch.Tensor]:
+        case, backend = self.case, self.case.backend
+        self._write()
+        before = self._read(self.here)
+        out = backend.copy_blocks(case.pool, self.host, np.stack([self.here, self.ids], 1))
+        back = backend.copy_blocks(self.host, case.pool, np.stack([self.ids, self.there], 1), after=out)
+        self._busy()
+        backend.wait(out)
+        self._write()
+        self._busy()
         backend.wait(back)
-        case.attend(plan)
-        lost += int(not torch.equal(case.out, before))
-    backend.synchronize()
-    seconds = time.perf_counter() - began
-    nbytes = 2 * rounds * count * backend.pool_cost(spec).per_block
-    host.close()
-    return {"copy_bytes_per_second_beside_compute": nbytes / seconds, "rounds": rounds, "rounds_that_differ": lost}
+        return before, self._read(self.there)
+
+    def _busy(self) -> None:
+        """Other work."""
+        self.case.attend(self.case.backend.plan(self.case.pool, 0, self.case.batch()))
+
+    def _write(self) -> None:
+        """New keys and values in all of S."""
+        tokens = MOVED * BLOCK
+        slots = (self.here[:, None].astype(np.int64) * BLOCK + np.arange(BLOCK)).reshape(-1)
+        keys, values = (self.case._random(tokens, KV_HEADS, DIM) for _ in range(2))
+        backend, pool = self.case.backend, self.case.pool
+        backend.attend(backend.plan(pool, 0, _appending(slots)), 0, None, keys, values, None)
+
+    def _read(self, blocks: np.ndarray) -> torch.Tensor:
+        """One query over all of these blocks."""
+        context = MOVED * BLOCK
+        batch = Batch(
+            num_seqs=1,
+            num_tokens=1,
+            cu_q=np.array([0, 1], np.int32),
+            ctx_len=np.array([context], np.int32),
+            block_table=np.stack([np.zeros_like(blocks), blocks]),
+            rows=np.ones(1, np.int32),
+            slots=np.full(1, -1, np.int64),
+            max_q=1,
+            max_ctx=context,
+            num_decode=1,
+        )
+        out = torch.empty_like(self.q)
+        backend = self.case.backend
+        backend.attend(backend.plan(self.case.pool, 0, batch), 0, self.q, None, None, out)
+        return out
+
+    def close(self) -> None:
+        """Give the host's memory back."""
+        self.host.close()
+
+
+def copies(case: Case, rounds: int) -> dict[str, Any]:
+    """Races, and bytes a second of copies alone, each way."""
+    race, backend = Race(case), case.backend
+    lost = race.rounds(rounds)
+    out, back = np.stack([race.here, race.ids], 1), np.stack([race.ids, race.there], 1)
+    nbytes = MOVED * backend.pool_cost(case.pool.spec).per_block
+    ways = {"out": (case.pool, race.host, out), "back": (race.host, case.pool, back)}
+    speeds = {
+        f"copy_bytes_per_second_{name}": nbytes / best(backend, lambda way=way: backend.copy_blocks(*way), 10)
+        for name, way in ways.items()
+    }
+    race.close()
+    return {"rounds": rounds, "rounds_that_differ": lost, **speeds}
 
 
 def works(small: bool) -> Iterator[Work]:
@@ -234,29 +339,40 @@ def works(small: bool) -> Iterator[Work]:
     yield from (Work(rows=1, queries=n, context=n) for n in (512, 2048, 8192))
 
 
+def native(backend: AttentionBackend) -> str:
+    """The dtype that the engine would choose."""
+    can = backend.capabilities()
+    return (can.native_dtypes or can.dtypes)[0]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--backend", default="cuda")
     parser.add_argument("--backend-option", action="append", default=[])
     parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--dtype", choices=NAMES.values(), help="else the backend's first native one")
+    parser.add_argument("--flex", action="store_true", help="also FlexAttention for two of them, which compiles first")
     parser.add_argument("--small", action="store_true", help="sizes for a processor, to try the script itself")
     given = parser.parse_args()
     selected = plugins.select(given.backend)
     options = plugins.parse_options(selected.descriptor, given.backend_option)
     backend = plugins.create(selected, options)
-    dtype = torch.bfloat16 if "bf16" in backend.capabilities().native_dtypes else torch.float32
+    dtype = next(kind for kind, name in NAMES.items() if name == (given.dtype or native(backend)))
     device = limits(backend, dtype, given.small)
     said: dict[str, Any] = {"device": selected.device.kind, "dtype": NAMES[dtype], "limits": device, "attention": []}
-    for work in works(given.small):
+    all_works = list(works(given.small))
+    middle = next(work for work in all_works if given.small or (work.rows, work.context) == (32, 2048))
+    compared = {middle, all_works[-1 if given.small else -2]} if given.flex else set()
+    for work in all_works:
         case = Case(backend, work, dtype)
-        row = measured(case, device)
+        row = measured(case, device) | (flex(case) if work in compared else {})
         said["attention"].append(row)
         print(json.dumps(row), flush=True)
-        last_decode = work.queries == 1 and work.rows <= 32
-        if last_decode:
+        if work == middle:
             said["graphs"] = graphs(case)
             if "host" in backend.capabilities().placements:
-                said["copies"] = copies(backend, case, 3 if given.small else 50)
+                said["copies"] = copies(case, 3 if given.small else 200)
+            print(json.dumps({name: said.get(name) for name in ("graphs", "copies")}), flush=True)
         case.pool.close()
         given.output.write_text(json.dumps(said, indent=2) + "\n")
     backend.close()

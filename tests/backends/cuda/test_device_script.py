@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from pagedkv.models.hf_config import parse_hf_config
-from tests.backends.cuda.double import double
+from tests.backends.cuda.double import DelayingRuntime, double
 
 FOLDER = Path(__file__).resolve().parents[3] / "ci" / "device"
 
@@ -46,7 +46,58 @@ def test_attention_graphs_and_copies_are_compared(measure):
         assert row["worst_difference"] < 1e-5 and row["seconds"] > 0
         if work.queries == 1:
             assert measure.graphs(case)["worst"] < 1e-5
-            assert measure.copies(backend, case, 2)["rounds_that_differ"] == 0
+            found = measure.copies(case, 2)
+            assert found["rounds_that_differ"] == 0 and found["copy_bytes_per_second_back"] > 0
+    backend.close()
+
+
+def raced(measure, runtime, rounds=4):
+    backend = double(runtime=runtime)
+    case = measure.Case(backend, measure.Work(rows=1, queries=1, context=64), torch.float32)
+    found = measure.Race(case).rounds(rounds)
+    backend.close()
+    return found
+
+
+class Deaf(DelayingRuntime):
+    """Copies that start at once, whatever they come after."""
+
+    def copy(self, work, after):
+        if after is not None:
+            work()  # too early: what it comes after has not run
+            return super().copy(lambda: None, after)
+        return super().copy(work, after)
+
+
+class Hasty(DelayingRuntime):
+    """Compute that waits for no copy."""
+
+    def wait(self, event):
+        return
+
+
+@pytest.mark.parametrize(("runtime", "races"), [(DelayingRuntime, 0), (Deaf, 4), (Hasty, 4)])
+def test_a_copy_or_a_wait_that_comes_at_the_wrong_time_shows(measure, runtime, races):
+    assert raced(measure, runtime()) == races
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_no_legal_order_shows(measure, seed):
+    assert raced(measure, DelayingRuntime(seed)) == 0
+
+
+def test_flex_attention_that_cannot_be_compiled_is_told(measure, monkeypatch):
+    backend = double()
+    case = measure.Case(backend, measure.Work(rows=1, queries=64, context=64), torch.float32)
+    monkeypatch.setattr(torch, "compile", lambda function, **given: function)
+    with torch.no_grad():
+        assert measure.flex(case)["worst_difference_flex"] < 1e-5  # uncompiled, it is the same attention
+
+    def refuse(function, dynamic):
+        raise RuntimeError("no compiler")
+
+    monkeypatch.setattr(torch, "compile", refuse)
+    assert measure.flex(case) == {"flex": "RuntimeError: no compiler"}
     backend.close()
 
 
