@@ -39,15 +39,14 @@ def backend_findings(statuses: Sequence[Status], choice: Choice, available: int 
     """Everything about backends. `available`: bytes of memory that this process can still get."""
     if choice.backend is None:
         yield _none(choice, statuses)
+    told = choice.backend is None and choice.named is not None
     for status in filter(choice.concerns, statuses):
-        if status.status in ("failed", "timeout", "conflict"):
-            yield _broken_plugin(status, choice)
-            continue
         yield from _said(status, choice)
-        for device in status.devices:
-            yield from _device(status, device, choice)
-            if status.name == choice.backend and selectable(device):
-                yield from _memory(status, device, available)
+        if not told:
+            yield from _plugin(status)
+            yield from (finding for device in status.devices for finding in _device(status, device, choice))
+        if status.name == choice.backend:
+            yield from (f for device in filter(selectable, status.devices) for f in _memory(status, device, available))
 
 
 def _none(choice: Choice, statuses: Sequence[Status]) -> Finding:
@@ -58,17 +57,24 @@ def _none(choice: Choice, statuses: Sequence[Status]) -> Finding:
         about="choice",
         what=f"backend {name} cannot be used" if name else "no backend can be used here",
         why=choice.why + (f"; {library[0]}" if library else ""),
-        command=library[1] if library else command_in(choice.why) or f"pagedkv backends{'' if name else ' --json'}",
+        command=library[1] if library else command_in(choice.why) or _other(choice),
     )
 
 
-def _broken_plugin(status: Status, choice: Choice) -> Finding:
+def _other(choice: Choice) -> str:
+    """Where no command is known: take back the choice where a variable made it, else look at what there is."""
+    return "unset PAGEDKV_BACKEND" if "PAGEDKV_BACKEND" in choice.why else "pagedkv backends"
+
+
+def _plugin(status: Status) -> Iterator[Finding]:
     """A plugin that does not work is worth a warning even where another backend is chosen: nobody installs it idly."""
+    what = {"conflict": "is claimed twice", "timeout": "does not answer", "failed": "is broken"}.get(status.status)
+    if what is None:
+        return
     why = "; ".join(status.reasons)
     update = f"pip uninstall {status.distribution}" if status.status == "conflict" else _update(status)
     library = _library(status.reasons)
-    what = {"conflict": "is claimed twice", "timeout": "does not answer"}.get(status.status, "is broken")
-    return Finding(
+    yield Finding(
         level="warning",
         about="backends",
         what=f"backend {status.name} ({status.distribution} {status.version}) {what}",

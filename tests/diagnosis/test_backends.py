@@ -51,8 +51,10 @@ def test_a_broken_plugin_is_a_warning_even_beside_one_that_works(state, reason, 
 def test_with_a_name_only_that_backends_troubles_count():
     broken = status(state="failed", reasons=("importing raised OSError",))
     assert found(broken, choice=Choice(backend="fine", why="chosen by argument", named="fine")) == []
-    broken_, named = found(broken, choice=Choice(backend=None, why="chosen by argument: no", named="other"))
-    assert (broken_.level, named.level) == ("broken", "warning") and broken_.what == "backend other cannot be used"
+    (named,) = found(broken, choice=Choice(backend=None, why="chosen by argument: no", named="other"))
+    assert (named.level, named.what, named.command) == ("broken", "backend other cannot be used", "pagedkv backends")
+    (named,) = found(broken, choice=Choice(backend=None, why="chosen by PAGEDKV_BACKEND: no", named="other"))
+    assert named.command == "unset PAGEDKV_BACKEND"
 
 
 def test_u105_a_device_that_is_there_and_cannot_be_used_is_a_warning_and_an_absent_one_is_none():
