@@ -175,6 +175,15 @@ def allowed(can: Capabilities, point: Point) -> bool:
         block_size=point.block_size,
         batch_invariant=False,
     )
+    return _agreed(can, wanted)
+
+
+def combines(can: Capabilities, dtype: str, kv_dtype: str) -> bool:
+    """Whether both are declared and nothing excludes the two together."""
+    return _agreed(can, Requirements(layers=(), dtype=dtype, kv_dtype=kv_dtype))
+
+
+def _agreed(can: Capabilities, wanted: Requirements) -> bool:
     try:
         negotiate(can, wanted, backend="the backend under test")
     except UnsupportedError:

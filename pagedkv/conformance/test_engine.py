@@ -9,12 +9,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from pagedkv import LLM, SamplingParams
+from pagedkv.api import Capabilities
 from pagedkv.conformance.kit import Kit
-from pagedkv.conformance.lattice import PLAIN
+from pagedkv.conformance.lattice import PLAIN, combines
+from pagedkv.conformance.quantized import FLOAT8, QUANTIZED, codes, decoded, token_scales
 from pagedkv.conformance.subject import Subject
-from pagedkv.conformance.tiny_model import TinyConfig, TinyLlama
+from pagedkv.conformance.tiny_model import Stored, TinyConfig, TinyLlama
 
 pytestmark = [
     pytest.mark.level("engine"),
@@ -61,10 +64,12 @@ class Stage:
         rng = np.random.default_rng(lengths)
         return [rng.integers(0, self.model.config.vocab, length).tolist() for length in lengths]
 
-    def check(self, prompt: Sequence[int], tokens: Sequence[int], mistake: str = "") -> None:
+    def check(
+        self, prompt: Sequence[int], tokens: Sequence[int], mistake: str = "", stored: Stored = lambda x: x
+    ) -> None:
         """Each token is the oracle's largest logit, or as near to it as rounding explains."""
         assert len(tokens) == NEW, f"{len(tokens)} tokens came, {NEW} were asked for"
-        logits = self.model.logits([*prompt, *tokens[:-1]])[len(prompt) - 1 :]
+        logits = self.model.logits([*prompt, *tokens[:-1]], stored)[len(prompt) - 1 :]
         behind = logits.max(1) - logits[np.arange(NEW), list(tokens)]
         worst = int(behind.argmax())
         near = NEAR[self.model.config.dtype]
@@ -149,6 +154,40 @@ def test_prefix_hit(stage: Stage) -> None:
             output = generate(llm, [prompt])[0]
             assert output.num_cached_tokens >= 2 * stage.block, "the second run found nothing in the cache"
             stage.check(prompt, output.outputs[0].token_ids, "reused blocks must read as they were written")
+
+
+def _declares(kv_dtype: str) -> Any:
+    """The parameter of a case that applies where a model of the kit's dtype may have such a cache."""
+
+    def applies(can: Capabilities) -> bool:
+        return combines(can, "fp32" if "fp32" in can.dtypes else can.dtypes[0], kv_dtype)
+
+    return pytest.param(kv_dtype, marks=pytest.mark.applies.with_args(applies))
+
+
+def _rounded(kv_dtype: str) -> Stored:
+    """What a cache keeps whose scales nobody bound."""
+
+    def stored(x: torch.Tensor) -> torch.Tensor:
+        numbers = x.float().numpy()
+        scale = np.ones(numbers.shape[:2], np.float32) if kv_dtype in FLOAT8 else token_scales(numbers)
+        return torch.from_numpy(decoded(kv_dtype, codes(kv_dtype, numbers, scale), scale))
+
+    return stored
+
+
+@pytest.mark.level("quantized_kv")
+@pytest.mark.law("quantized_kv: greedy tokens are those of a forward that rounds keys and values likewise")
+@pytest.mark.parametrize("kv_dtype", [_declares(name) for name in QUANTIZED])
+def test_quantized_cache(stage: Stage, kv_dtype: str) -> None:
+    shared, *prompts = stage.prompts(2 * stage.block + 1, 1, stage.block, 3)
+    prompts[-1] = shared[: 2 * stage.block] + prompts[-1]
+    with stage.open(kv_cache_dtype=kv_dtype) as llm:
+        outputs = [*generate(llm, [shared]), *generate(llm, prompts)]
+    assert outputs[-1].num_cached_tokens >= 2 * stage.block, "the last prompt found nothing in the cache"
+    for prompt, output in zip([shared, *prompts], outputs, strict=True):
+        mistake = "other scales, or blocks reused without theirs"
+        stage.check(prompt, output.outputs[0].token_ids, mistake, _rounded(kv_dtype))
 
 
 @pytest.mark.law("engine: requests that are preempted and computed again give the same tokens")

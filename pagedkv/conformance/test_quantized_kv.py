@@ -10,17 +10,16 @@ import numpy as np
 import pytest
 import torch
 
-from pagedkv.api import Capabilities, GroupSpec, LayerSpec, Limits, UnsupportedError
+from pagedkv.api import GroupSpec, LayerSpec, Limits
 from pagedkv.api.errors import BackendError, ContractViolation
 from pagedkv.api.extensions import GraphShape, canonical_fingerprint
 from pagedkv.conformance import quantized
 from pagedkv.conformance.kit import Kit
-from pagedkv.conformance.lattice import BLOCK_SIZES, HEAD_DIMS, PLAIN, sizes
+from pagedkv.conformance.lattice import BLOCK_SIZES, HEAD_DIMS, PLAIN, combines, sizes
 from pagedkv.conformance.oracle import Floats, attention
 from pagedkv.conformance.quantized import FLOAT8, QUANTIZED, SCALES, TOKEN_HEAD
 from pagedkv.conformance.refusals import refuses
 from pagedkv.conformance.rig import TORCH, Rig, Row, Seq
-from pagedkv.core.negotiation import Requirements, negotiate
 
 pytestmark = pytest.mark.level("quantized_kv")
 
@@ -31,18 +30,9 @@ SCALE = 0.25
 """A bound scale under which quotients are exact."""
 
 
-def works(can: Capabilities, dtype: str, kv_dtype: str) -> bool:
-    """Whether both are declared and nothing excludes the two together."""
-    try:
-        negotiate(can, Requirements(layers=(), dtype=dtype, kv_dtype=kv_dtype), backend="the backend under test")
-    except UnsupportedError:
-        return False
-    return True
-
-
 def _stored_as(kv_dtype: str) -> Any:
     """The parameter of a case that applies where this KV dtype is declared."""
-    applies = pytest.mark.applies.with_args(lambda can: any(works(can, dtype, kv_dtype) for dtype in can.dtypes))
+    applies = pytest.mark.applies.with_args(lambda can: any(combines(can, dtype, kv_dtype) for dtype in can.dtypes))
     return pytest.param(kv_dtype, marks=applies)
 
 
@@ -54,7 +44,7 @@ each_made = pytest.mark.parametrize("kv_dtype", [_stored_as(TOKEN_HEAD)])
 def rig_of(kit: Kit, kv_dtype: str, *layers: LayerSpec, **changes: Any) -> Rig:
     """A rig of this KV dtype, its dtype the kit's where that goes together."""
     dtypes = [kit.dtype, *kit.can.dtypes]
-    dtype = next(name for name in dtypes if works(kit.can, name, kv_dtype))
+    dtype = next(name for name in dtypes if combines(kit.can, name, kv_dtype))
     return kit.rig(*layers, **{"dtype": dtype, "kv_dtype": kv_dtype} | changes)
 
 
@@ -117,7 +107,7 @@ def test_known_words(kit: Kit) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("special", [False, True], ids=["plain", "features"])
 def test_numbers(kit: Kit, kv_dtype: str, dtype: str, form: str, special: bool) -> None:
-    if not works(kit.can, dtype, kv_dtype):
+    if not combines(kit.can, dtype, kv_dtype):
         return
     rig = kit.rig(_layer(kit, special), dtype=dtype, kv_dtype=kv_dtype)
     rows = _rows(rig, form)
@@ -358,7 +348,7 @@ def test_shared_cache(kit: Kit, kv_dtype: str) -> None:
 def test_cost(kit: Kit, kv_dtype: str, placement: str) -> None:
     for heads, size in ((1, kit.block_size), (4, kit.can.preferred_block_size)):
         layer = kit.layer(kv_heads=heads)
-        dtype = next(name for name in kit.can.dtypes if works(kit.can, name, kv_dtype))
+        dtype = next(name for name in kit.can.dtypes if combines(kit.can, name, kv_dtype))
         spec = kit.spec(layer, dtype=dtype, kv_dtype=kv_dtype, block_size=size, placement=placement)
         scales = 2 * 4 if kv_dtype == TOKEN_HEAD else 0
         least, cost = size * heads * (layer.k_dim + layer.v_dim + scales), kit.backend.pool_cost(spec)
@@ -371,7 +361,7 @@ def test_cost(kit: Kit, kv_dtype: str, placement: str) -> None:
 @each_bound
 @pytest.mark.law("quantized_kv: scales are 1 until they are bound")
 def test_scale_before_bind(kit: Kit, kv_dtype: str) -> None:
-    dtype = next(name for name in (kit.dtype, *kit.can.dtypes) if works(kit.can, name, kv_dtype))
+    dtype = next(name for name in (kit.dtype, *kit.can.dtypes) if combines(kit.can, name, kv_dtype))
     rig = Rig(kit.backend, kit.spec(dtype=dtype, kv_dtype=kv_dtype))
     try:
         rows = [(rig.sequence(3), 3, 3)]

@@ -6,7 +6,7 @@ Nothing of the package's own models is used here: two ways to the same numbers, 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,9 @@ import torch
 from safetensors.torch import save_file
 
 from pagedkv.conformance.rig import TORCH
+
+Stored = Callable[[torch.Tensor], torch.Tensor]
+"""Keys or values [T, kv_heads, D] in float64 -> what is read of them."""
 
 NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 ROPE_BASE, EPS = 10000.0, 1e-6
@@ -61,22 +64,22 @@ class TinyLlama:
         (folder / "config.json").write_text(json.dumps(_config_json(self.config)), encoding="utf-8")
         return folder
 
-    def logits(self, ids: Sequence[int]) -> np.ndarray:
-        """What the model says after each prefix of ids [T]: float64 [T, vocab]."""
+    def logits(self, ids: Sequence[int], stored: Stored = lambda x: x) -> np.ndarray:
+        """What the model says after each prefix of ids [T]: float64 [T, vocab]. `stored`: what a cache does to keys."""
         config, w = self.config, self.weights
         x = w["model.embed_tokens.weight"][torch.tensor(list(ids))]
         for index in range(config.layers):
             mine = _Layer(w, f"model.layers.{index}.")
-            x = x + self._attention(_norm(x, mine["input_layernorm"]), mine)
+            x = x + self._attention(_norm(x, mine["input_layernorm"]), mine, stored)
             x = x + _feed_forward(_norm(x, mine["post_attention_layernorm"]), mine)
         return np.asarray((_norm(x, w["model.norm.weight"]) @ w["lm_head.weight"].T).numpy())
 
-    def _attention(self, x: torch.Tensor, w: _Layer) -> torch.Tensor:
+    def _attention(self, x: torch.Tensor, w: _Layer, stored: Stored) -> torch.Tensor:
         config, count = self.config, len(x)
         q = _turned((x @ w["self_attn.q_proj"].T).view(count, config.q_heads, -1))
         k = _turned((x @ w["self_attn.k_proj"].T).view(count, config.kv_heads, -1))
         v = (x @ w["self_attn.v_proj"].T).view(count, config.kv_heads, -1)
-        k, v = (t.repeat_interleave(config.q_heads // config.kv_heads, dim=1) for t in (k, v))
+        k, v = (stored(t).repeat_interleave(config.q_heads // config.kv_heads, dim=1) for t in (k, v))
         scores = torch.einsum("thd,shd->hts", q, k) * config.head_dim**-0.5
         future = torch.ones(count, count, dtype=torch.bool).triu(1)
         weights = scores.masked_fill(future, float("-inf")).softmax(-1)
