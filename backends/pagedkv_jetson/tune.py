@@ -26,7 +26,7 @@ def group(root: Path) -> click.Group:
     @jetson.command()
     @click.option("--apply", is_flag=True, help="Run the commands, as root, instead of printing them.")
     def tune(apply: bool) -> None:
-        """Print what puts this board into its fastest mode, and what undoes it.
+        """Print the way to this board's fastest mode, and back.
 
         \b
         pagedkv jetson tune
