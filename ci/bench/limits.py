@@ -22,7 +22,7 @@ import torch
 from models import ROOT
 
 from pagedkv.api import AttentionBackend
-from pagedkv.cli.floor import read_bandwidth
+from pagedkv.planning.rates import read_bandwidth
 from pagedkv_cpu.native import SOURCES
 
 PEAKS = Path(__file__).with_name("peaks.cpp")

@@ -179,7 +179,7 @@ def _measure(bench: Bench, sizes: Sequence[int], repeats: int) -> dict[int, list
 
 
 def _bandwidth(bench: Bench) -> float:
-    from pagedkv.cli.floor import read_bandwidth
+    from pagedkv.planning.rates import read_bandwidth
 
     return read_bandwidth(bench.parts.runner.backend)
 

@@ -109,9 +109,9 @@ def _lighter(fit: Fit, config: EngineConfig) -> Iterator[tuple[Agreed, str, str]
                 yield changed, "dtype", dtype
                 break
     if any(tally.against for tally in fit.agreed.weights.tallies):
-        kept = _agreed(fit, config, quantization=None, dtype="auto")
-        if kept is not None and kept.weights.packed:
-            yield kept, "quantization", "left unset"
+        kept = _agreed(fit, config, quantization="gguf")
+        if kept is not None:
+            yield kept, "quantization", "gguf"
     if isinstance(fit.checkpoint, Checkpoint) and not fit.agreed.weights.packed:
         for kind in WEIGHT_TYPES:
             yield _in_format(fit, fit.checkpoint, kind), "a GGUF file of this model with weights", kind

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from pagedkv.api import Limits, PoolCost, PoolSpec
 from pagedkv.api.errors import OutOfDeviceMemory
@@ -22,6 +22,7 @@ class Fit:
     target: Target
     checkpoint: AnyCheckpoint
     agreed: Agreed
+    workspaces: dict[tuple[int, int, str], int] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def limits(self) -> Limits:
@@ -45,9 +46,16 @@ class Fit:
             self.agreed.request,
             max_num_seqs=sequences,
             max_model_len=length,
-            workspace=workspace(self.checkpoint, spec),
+            workspace=self._workspace(spec),
         )
         return spec, request
+
+    def _workspace(self, spec: PoolSpec) -> int:
+        """Computed once for each size of step: for a model of transformers it takes a dry run."""
+        key = (spec.limits.tokens, spec.limits.rows, spec.dtype)
+        if key not in self.workspaces:
+            self.workspaces[key] = workspace(self.checkpoint, spec)
+        return self.workspaces[key]
 
     def cost(self, spec: PoolSpec) -> PoolCost:
         """A pool's cost, by whoever knows it; `agreed` has asked through the checks already."""
@@ -67,17 +75,33 @@ class Fit:
         memory, request = self.target.memory(), self.agreed.request
         if memory.free is None:
             return None
-        cache = self.target.kv_budget(request.fraction, request.needed)
         available = memory.free + (memory.reclaimable or 0)
-        return available if cache is None else min(available, request.needed + cache)
+        cache = self._cache(request)
+        if cache is None:
+            return available
+        return min(available, request.needed + cache) if cache else self._left_open(request, available)
+
+    def _cache(self, request: MemoryRequest) -> int | None:
+        """Bytes that the cache may take, as far as a setting says or the backend does."""
+        if request.kv_cache_bytes is not None:
+            return request.kv_cache_bytes
+        return None if request.num_blocks is not None else self.target.kv_budget(request.fraction, request.needed)
+
+    def _left_open(self, request: MemoryRequest, available: int) -> int:
+        """The most that may be taken before the cache: a budget that is used up says no more than that."""
+
+        def leaves_some(reserved: int) -> bool:
+            return bool(self.target.kv_budget(request.fraction, reserved))
+
+        return largest(leaves_some, available, (self.target.kv_budget(request.fraction, 0) or 0) - 1)
 
     def holds(self, sequences: int, length: int) -> bool:
         """Whether that many sequences can all have that length at the same time."""
+        spec, request = self.asked(sequences, length)
         try:
-            plan = self.plan(sequences, length)
+            return self._budget(spec, request).num_blocks >= request.useful_blocks
         except OutOfDeviceMemory:
             return False
-        return plan.num_blocks >= self.asked(sequences, length)[1].useful_blocks
 
     def longest(self, sequences: int) -> int:
         """The greatest length, up to the model's own limit, that this many sequences can have at once; 0 for none."""

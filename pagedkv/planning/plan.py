@@ -14,7 +14,8 @@ from pagedkv.api import PoolCost
 from pagedkv.api.errors import OutOfDeviceMemory
 from pagedkv.config import EngineConfig
 from pagedkv.engine.memory import MemoryPlan
-from pagedkv.engine.setup import agree
+from pagedkv.engine.quantization import describe
+from pagedkv.engine.setup import Agreed, agree
 from pagedkv.planning.advice import Advice, advise
 from pagedkv.planning.cost import token_bytes
 from pagedkv.planning.fit import Fit
@@ -78,6 +79,18 @@ class Plan:
         return SHARED if self.memory.num_blocks > one else SHORT
 
     @property
+    def records_steps(self) -> bool:
+        """Whether the engine would record decode steps, as far as can be told before it has loaded the model."""
+        can, config = self.fit.target.backend.capabilities(), self.config
+        asked = config.enforce_eager is False or config.max_seq_len_to_capture is not None
+        return (
+            can.graph != "none"
+            and "graph" in can.extensions
+            and not config.enforce_eager
+            and (asked or can.graph_default)
+        )
+
+    @property
     def least(self) -> int:
         """Bytes without which the engine does not start: weights, workspace, the null block and another one."""
         return self.fit.agreed.request.needed + self.cost.fixed + 2 * self.cost.per_block
@@ -106,11 +119,19 @@ def planned(
         checkpoint = open_part(without_weights(config), ranks)
         try:
             agreed = agree(config, target.selected, target.backend, checkpoint)
+            _tell(agreed)
             yield _plan(config, Fit(target=target, checkpoint=checkpoint, agreed=agreed), ranks, speed)
         finally:
             checkpoint.close()
     finally:
         target.close()
+
+
+def _tell(agreed: Agreed) -> None:
+    """What was chosen, as the engine tells it."""
+    for line in (*agreed.choice.notes, describe(agreed.weights, agreed.choice.dtype)):
+        if line:
+            _log.info("%s", line)
 
 
 def _asks_for_swap(config: EngineConfig) -> bool:

@@ -47,6 +47,11 @@ def _bytes(plan: Plan) -> Iterator[tuple[str, str]]:
     yield "workspace", f"{show_bytes(request.workspace)} for {agreed.spec.limits.tokens} tokens a step"
     per_block = f"{show_bytes(plan.cost.per_block)} a block of {choice.block_size}"
     yield "cache", f"{show_bytes(plan.per_token)} a token, {per_block}, in {choice.kv_dtype}, {target.cost}"
+    if plan.records_steps:
+        yield "graphs", "not counted: the engine measures what recorded decode steps take (enforce_eager: nothing)"
+    if request.host is not None:
+        where = "of this memory" if request.host.shared else "of the host's memory"
+        yield "swap", f"up to {show_bytes(request.host.nbytes)} {where}"
     if plan.cost.fixed:
         yield "scratch", f"{show_bytes(plan.cost.fixed)} of the backend's own"
     if plan.memory is not None:

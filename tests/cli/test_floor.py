@@ -8,9 +8,10 @@ import pytest
 from click.testing import CliRunner
 
 from pagedkv.api import GroupSpec, LayerSpec
-from pagedkv.cli import floor as floors
 from pagedkv.cli import main as cli
-from pagedkv.cli.floor import Floor, cache_read
+from pagedkv.cli.floor import Floor
+from pagedkv.planning import rates
+from pagedkv.planning.cost import read_bytes
 from tests.helpers.tiny_models import tiny_model
 
 
@@ -21,14 +22,14 @@ def layer(index, **fields):
 @pytest.mark.parametrize(("dtype", "width"), [("bf16", 2), ("fp32", 4)])
 def test_a_query_reads_the_keys_and_values_that_it_sees(dtype, width):
     group = GroupSpec(layers=(layer(0), layer(1, window=10), layer(2, kv_of=0)), block_size=16, kv_dtype=dtype)
-    assert cache_read(group, 100) == width * 2 * (16 + 24) * (100 + 10 + 100)
-    assert cache_read(group, 5) == width * 2 * (16 + 24) * (5 + 5 + 5)
+    assert read_bytes(group, 100) == width * 2 * (16 + 24) * (100 + 10 + 100)
+    assert read_bytes(group, 5) == width * 2 * (16 + 24) * (5 + 5 + 5)
 
 
 @pytest.mark.parametrize(("kv_dtype", "head"), [("int8/token_head", 16 + 24 + 8), ("fp8_e4m3fn/tensor", 16 + 24)])
 def test_a_quantized_cache_reads_a_byte_a_number_and_its_scales(kv_dtype, head):
     group = GroupSpec(layers=(layer(0), layer(1, window=10)), block_size=16, kv_dtype=kv_dtype)
-    assert cache_read(group, 100) == (100 + 10) * 2 * head
+    assert read_bytes(group, 100) == (100 + 10) * 2 * head
 
 
 def test_the_share_achieved_is_the_floor_over_what_was_measured():
@@ -40,7 +41,7 @@ def test_the_share_achieved_is_the_floor_over_what_was_measured():
 
 @pytest.fixture
 def run(tmp_path, monkeypatch):
-    monkeypatch.setattr(floors, "_ARRAY_BYTES", 1 << 20)
+    monkeypatch.setattr(rates, "ARRAY_BYTES", 1 << 20)
     arguments = ["bench", str(tiny_model(tmp_path)), "--floor", "--batch-sizes", "1,3", "--input-len", "20"]
     arguments += ["--output-len", "12", "--repeats", "1", "--dtype", "float32", "--backend", "cpu"]
     return lambda *more: CliRunner().invoke(cli.pagedkv, [*arguments, "--backend-option", "threads=1", *more])

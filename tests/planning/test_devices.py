@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 
@@ -114,7 +114,7 @@ def test_a_stand_in_answers_and_runs_nothing() -> None:
 def test_u102_a_board_has_the_budget_that_its_backend_gives(device: Device, fraction, reserved: int) -> None:
     backend = pytest.importorskip("pagedkv_jetson.backend", reason="the backend of these boards is not installed")
     memory = dataclasses.replace(device.free_memory, allocated=0)
-    theirs = backend.JetsonBackend.kv_budget(SimpleNamespace(memory=lambda: memory), fraction, reserved)
+    theirs = backend.JetsonBackend.kv_budget(Mock(memory=lambda: memory), fraction, reserved)
     ours = StandIn(capabilities(), memory, fraction=device.fraction, reserve=device.reserve)
     assert ours.kv_budget(fraction, reserved) == theirs
 
