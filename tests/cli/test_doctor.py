@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
@@ -73,6 +74,8 @@ def test_the_keys_are_stable(run, plugin):
         *("report", "pagedkv", "contract", "system", "python", "processor", "memory", "limits", "packages", "pairs"),
         *("environment", "torch", "model", "choice", "backends", "verified", "findings", "verdict", "exit_code"),
     }
+    page = (Path(__file__).parents[2] / "docs" / "doctor.md").read_text("utf-8")
+    assert [key for key in report if f"`{key}`" not in page] == []
     assert set(report["memory"]) >= {"total", "available", "swap_used", "cgroup_limit", "cgroup_left", "usable"}
     assert set(report["system"]) == {"system", "release", "machine", "distribution", "libc", "container", "wsl"}
     assert set(report["torch"]) == {
