@@ -10,6 +10,8 @@ from pagedkv_cuda.kernels.jit_sampling import greedy_row, sample_row
 
 BLOCK = 4096
 """Logits that one program looks at a time."""
+SAMPLE_WARPS = 16
+"""With 8, a block's keys do not fit into the registers of compute capability 12.0."""
 
 
 def greedy(logits: torch.Tensor) -> torch.Tensor:
@@ -44,8 +46,9 @@ def sample(
     if len(logits):
         vocab, block = _widths(logits)
         sample_row[one_axis(len(logits), "sampling")](
-            logits, numbers, temperature, top_k, top_p, ids, logits.stride(0), V=vocab, BLOCK=block, num_warps=8
-        )
+            logits, numbers, temperature, top_k, top_p, ids, logits.stride(0), V=vocab, BLOCK=block,
+            num_warps=SAMPLE_WARPS,
+        )  # fmt: skip
     return ids
 
 
