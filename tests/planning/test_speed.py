@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,7 @@ import torch
 from pagedkv.api import MemoryInfo
 from pagedkv.config import EngineConfig
 from pagedkv.engine.setup import build
+from pagedkv.models.checkpoint import DEMO_INSTALL, DEMO_PACKAGE
 from pagedkv.planning import rates as rates_module
 from pagedkv.planning.plan import planned, speed_of
 from pagedkv.planning.rates import product_rate, rates_of, read_bandwidth
@@ -117,3 +120,29 @@ def test_no_speed_is_made_up(tmp_path: Path, caplog: pytest.LogCaptureFixture) -
             assert rates_of(plan.fit.target, "fp32") is None
             assert plan.prediction is not None and plan.prediction.rates.basis == "published"
     assert "there is no rate of Huawei Ascend 310P" in caplog.text
+
+
+@pytest.fixture(scope="module")
+def demo() -> Iterator[Speed]:
+    """The demo model on the machine of docs/performance.md: 30.6 GB/s, and 150 GFLOP/s at best of torch's products."""
+    if importlib.util.find_spec(DEMO_PACKAGE) is None:
+        pytest.skip(f"the demo model is not installed: {DEMO_INSTALL}")
+    config = EngineConfig.of(model="demo", backend="cpu", backend_options={"threads": 1}, quantization="gguf")
+    with planned(config, speed=False) as plan:
+        yield speed_of(plan.fit, Rates(bandwidth=30.6e9, peak=150e9, basis="here", source="docs/kernel-figures.md"))
+
+
+@pytest.mark.parametrize(("batch", "gap"), [(1, 8.5), (8, 28.6), (16, 45.6), (32, 80.2)])
+def test_what_performance_md_measured_between_tokens_lies_inside(demo: Speed, batch: int, gap: float) -> None:
+    told = demo.decode(batch, 128 + 64)
+    assert told.low < batch / (gap / 1000) < told.high
+
+
+@pytest.mark.parametrize(
+    ("tokens", "batch", "milliseconds"), [(128, 1, 161.8), (128, 8, 1054.1), (512, 1, 659), (2048, 1, 3452)]
+)
+def test_what_performance_md_measured_to_the_first_token_lies_inside(
+    demo: Speed, tokens: int, batch: int, milliseconds: float
+) -> None:
+    told = demo.prefill(tokens, batch)
+    assert told.low < batch * tokens / (milliseconds / 1000) < told.high
