@@ -1,9 +1,9 @@
-"""Runs the conformance kit on a double of the CUDA backend, in a process of its own.
+"""Runs the conformance kit on a double of the CUDA or the Jetson backend, in a process of its own.
 
     python kit_run.py NAME [-k EXPR] [--seed N] [--certificate FILE]
 
-Prints, as JSON, how many cases passed and what each other one said. The certificate is one of the backend `cuda` with a
-note of what it was not run on; docs/certificates has the one of the whole kit.
+Prints, as JSON, how many cases passed and what each other one said. The certificate is one of the backend itself with a
+note of what it was not run on; docs/certificates has those of the whole kit.
 """
 
 from __future__ import annotations
@@ -24,7 +24,11 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parents[3]
 DISTRIBUTION = "pagedkv-cuda-doubles"
-TARGETS = {"cuda-double": "DOUBLE", "cuda-interpreted": "INTERPRETED"}
+TARGETS = {
+    "cuda-double": "tests.backends.cuda.double_descriptor:DOUBLE",
+    "cuda-interpreted": "tests.backends.cuda.double_descriptor:INTERPRETED",
+    "jetson-double": "tests.backends.jetson.double_descriptor:DoubleDescriptor",
+}
 NOTE = "not run on hardware: kit on the double (kernels=torch), kernels under the interpreter"
 
 
@@ -46,7 +50,7 @@ def install(folder: Path) -> None:
     info = folder / f"{DISTRIBUTION.replace('-', '_')}-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {DISTRIBUTION}\nVersion: 1.0\n")
-    lines = [f"{name} = tests.backends.cuda.double_descriptor:{target}\n" for name, target in TARGETS.items()]
+    lines = [f"{name} = {target}\n" for name, target in TARGETS.items()]
     (info / "entry_points.txt").write_text("[pagedkv.backends]\n" + "".join(lines))
     paths = [str(folder), str(ROOT)]
     sys.path[:0] = paths
@@ -56,7 +60,8 @@ def install(folder: Path) -> None:
 
 def noted(made: Certificate) -> Certificate:
     """The certificate as one of the real backend, which says what it was not run on."""
-    own = {"backend": "cuda", "distribution": "pagedkv", "version": importlib.metadata.version("pagedkv")}
+    real, version = made.backend.partition("-")[0], importlib.metadata.version("pagedkv")
+    own = {"backend": real, "distribution": "pagedkv", "version": version}
     options = {name: value for name, value in made.options.items() if name != "seed"} | {"kernels": "torch"}
     return dataclasses.replace(made, **own, options=options, note=NOTE)
 

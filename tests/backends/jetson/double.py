@@ -27,11 +27,13 @@ class Holding(DelayingRuntime):
         self.most = nbytes
 
 
-def double(root: Path = ROOT, runtime: Holding | None = None, world: World | None = None) -> JetsonBackend:
+def double(
+    root: Path = ROOT, runtime: Holding | None = None, *, world: World | None = None, seed: int | None = None
+) -> JetsonBackend:
     """An instance as it is opened on an Orin with these files."""
     generation = limits.generation((8, 7))
     if generation is None:
         raise ValueError("8.7 is missing from the table of generations")
-    used = runtime or Holding()
+    used = runtime or Holding(seed)
     can = narrowed(declared(generation, "torch", graphs=True))
     return JetsonBackend(can, used, make_path("torch", (8, 7), used), root=root, world=world)
