@@ -12,7 +12,10 @@ import pytest
 
 from pagedkv import LLM, RequestOutput, SamplingParams
 from pagedkv.conformance.loopback.backend import LoopbackBackend
+from pagedkv.engine.setup import _device_ops
+from pagedkv.ops import REFERENCE
 from tests.helpers.engine_rig import engine, greedy, seeded, some_prompts, token_ids, transformers_greedy
+from tests.helpers.plain import OpsOnlyBackend
 
 LOOPBACK: dict[str, Any] = {"backend": "loopback", "backend_options": {}}
 PROMPTS = some_prompts([9, 3, 14, 6, 5, 7])
@@ -43,6 +46,15 @@ def answered(prompts: list[list[int]], params: list[SamplingParams], **settings:
     with loopback(**settings) as llm:
         outputs: list[RequestOutput] = llm.generate(prompts, params, use_tqdm=False)
         return outputs
+
+
+def test_what_the_backend_lacks_of_the_two() -> None:
+    """Nothing at all keeps the sampler's own way; the missing greedy is its reference, which sorts nothing."""
+    own = REFERENCE["sample"]
+    assert _device_ops(OpsOnlyBackend(), 50) is None
+    one, other = (_device_ops(OpsOnlyBackend({name: own}), 50) for name in ("sample", "greedy"))
+    assert one is not None and (one.greedy, one.sample) == (REFERENCE["greedy"], own)
+    assert other is not None and (other.greedy, other.sample) == (own, None)
 
 
 def test_all_kinds_in_one_batch_answer_as_without_the_ops() -> None:
