@@ -32,12 +32,16 @@ NO_NVML = "NVML_SUCCESS == r"
 """In what torch's allocator raises where memory is short: it asks NVML for its report, which these boards lack."""
 
 
+class NotShared(BackendUnavailable):
+    """A GPU that has memory of its own."""
+
+
 class JetsonRuntime(CudaRuntime):
     """The GPU in the processor, without the driver's figures of memory, which leave out what the system could free."""
 
     def __init__(self, index: int) -> None:
         if not torch.cuda.get_device_properties(index).is_integrated:
-            raise BackendUnavailable(
+            raise NotShared(
                 f"{torch.cuda.get_device_name(index)} has memory of its own, this backend is for a GPU that shares the "
                 "board's: choose backend cpu, no other one serves such a card on a Jetson yet"
             )
@@ -130,5 +134,7 @@ def open_backend(*given: Any, root: Path, wheels: str, **more: Any) -> Attention
     """What the CUDA backend's function of this name does, for the board. `wheels`: where a torch for it comes from."""
     try:
         return opening.open_backend(*given, runtime=JetsonRuntime, make=partial(JetsonBackend, root=root), **more)
+    except NotShared:
+        raise
     except BackendUnavailable as error:
         raise BackendUnavailable(f"{error}; {wheels}") from error
