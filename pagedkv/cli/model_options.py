@@ -73,15 +73,24 @@ OPTIONS: Mapping[str, Mapping[str, Any]] = {
 
 def engine_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Give a command the engine's options; those that were given arrive as the keyword `settings`, a dict."""
+    return some_options(*OPTIONS)(command)
 
-    @functools.wraps(command)
-    def with_settings(*args: Any, **kwargs: Any) -> Any:
-        given = {name: kwargs.pop(name) for name in OPTIONS}
-        return command(*args, settings={name: v for name, v in given.items() if v not in (None, ())}, **kwargs)
 
-    for name, settings in reversed(list(OPTIONS.items())):
-        with_settings = click.option(_flag(name, settings), **{"default": None, **settings})(with_settings)
-    return with_settings
+def some_options(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """The same with these options only."""
+
+    def give(command: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(command)
+        def with_settings(*args: Any, **kwargs: Any) -> Any:
+            given = {name: kwargs.pop(name) for name in names}
+            return command(*args, settings={name: v for name, v in given.items() if v not in (None, ())}, **kwargs)
+
+        for name in reversed(names):
+            option = click.option(_flag(name, OPTIONS[name]), **{"default": None, **OPTIONS[name]})
+            with_settings = option(with_settings)
+        return with_settings
+
+    return give
 
 
 def _flag(name: str, settings: Mapping[str, Any]) -> str:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import functools
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from pagedkv.cli.common import model_argument
-from pagedkv.cli.model_options import OPTIONS, engine_settings
+from pagedkv.cli.model_options import engine_settings, some_options
 from pagedkv.cli.tables import print_table
 from pagedkv.config import EngineConfig, parse_bytes
 
@@ -32,26 +30,13 @@ SETTINGS = (
     "kv_cache_memory",
     "num_blocks",
     "swap_space",
+    "enforce_eager",
     "load_format",
     "model_impl",
     "revision",
 )
 """The engine's options that change a plan."""
 _PAIRS = ("", "")
-
-
-def plan_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Give a command these options; those that were given arrive as the keyword `settings`, a dict."""
-
-    @functools.wraps(command)
-    def with_settings(*args: Any, **kwargs: Any) -> Any:
-        given = {name: kwargs.pop(name) for name in SETTINGS}
-        return command(*args, settings={name: v for name, v in given.items() if v not in (None, ())}, **kwargs)
-
-    for name in reversed(SETTINGS):
-        option = click.option(f"--{name.replace('_', '-')}", **{"default": None, **OPTIONS[name]})
-        with_settings = option(with_settings)
-    return with_settings
 
 
 @click.command("plan")
@@ -78,7 +63,7 @@ def plan_options(command: Callable[..., Any]) -> Callable[..., Any]:
     help="Draw memory against concurrent sequences (needs matplotlib).",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of tables.")
-@plan_options
+@some_options(*SETTINGS)
 @click.pass_context
 def plan(
     context: click.Context,

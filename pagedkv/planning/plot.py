@@ -48,13 +48,12 @@ def curves(plan: Plan) -> list[tuple[int, list[int], list[int]]]:
 
 
 def _mark(axes: Any, plan: Plan) -> None:
-    """Where memory ends, and what is taken before the first sequence."""
-    request = plan.fit.agreed.request
+    """Where memory ends, and what the weights take of it."""
     total = plan.fit.target.memory().total
     lines = (
         (plan.ceiling, "may be taken", "black"),
         (total, "memory", "grey"),
-        (request.needed, "weights, workspace", "brown"),
+        (plan.fit.agreed.request.weights, "weights", "brown"),
     )
     for value, label, color in lines:
         if value is not None:

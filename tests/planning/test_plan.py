@@ -16,7 +16,9 @@ from pagedkv.engine.setup import build
 from pagedkv.errors import BackendError, BackendNotFound, ConfigError, ModelError, UnsupportedError
 from pagedkv.planning import target
 from pagedkv.planning.plan import FITS, NOTHING, SHARED, SHORT, Plan, as_record, planned
+from pagedkv.planning.speed import work_of
 from pagedkv_cpu import host
+from tests.helpers.gguf_files import quantized_file
 from tests.helpers.planning_rig import GIB, LLAMA_2_7B, TINY, write_config
 
 SETTINGS: dict[str, Any] = {"backend": "cpu", "backend_options": {"threads": 1}}
@@ -93,6 +95,31 @@ def test_the_plan_is_what_the_engine_allocates(tmp_path: Path, steady: None, bac
         assert parts.runner.model.nbytes <= plan.fit.agreed.weights.nbytes
     finally:
         parts.runner.close()
+
+
+@pytest.mark.parametrize("asked", [{}, {"quantization": "none"}, {"dtype": "float32", "quantization": "gguf"}])
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_gguf_files_weights_are_counted_as_the_engine_holds_them(tmp_path: Path, steady: None, asked, tied) -> None:
+    file = quantized_file(tmp_path / "a.gguf", {"": "Q4_0", "attn_v": "Q8_0", "ffn_down": "F16"}, tied=tied)
+    settings = {**SETTINGS, "max_num_seqs": 60, "max_num_batched_tokens": 64, **asked}
+    with plan_for(file, **settings) as plan:
+        read = work_of(plan.fit.checkpoint, plan.fit.agreed).step_bytes
+    parts = build(EngineConfig.of(model=str(file), skip_tokenizer_init=True, **settings))
+    try:
+        assert plan.memory == parts.memory
+        assert bool(plan.fit.agreed.weights.packed) == (asked.get("quantization") != "none")
+        held = parts.runner.model.bytes_per_step
+        assert held <= read <= held * 9 / 8, "packed blocks may take an eighth more in a backend's own order"
+    finally:
+        parts.runner.close()
+
+
+def test_weights_that_were_dequantized_may_stay_packed_instead(tmp_path: Path) -> None:
+    file = quantized_file(tmp_path / "a.gguf", {"": "Q4_0"})
+    with plan_for(file, memory=3 * MIB, max_num_batched_tokens=256, quantization="none", dtype="float32") as plan:
+        advice = {one.setting: one for one in plan.advice}
+    assert plan.verdict in (SHORT, SHARED, NOTHING)
+    assert (advice["quantization"].value, "weights" in advice) == ("gguf", False)
 
 
 def test_u113_a_plan_that_cannot_start_says_so_with_numbers(tmp_path: Path) -> None:
