@@ -137,7 +137,7 @@ def shapes(target: int) -> Iterator[Shape]:
                 yield Shape(kernel=kernel, dim=dim, features=features, splits=kernel == "few", descriptors=boxes)
             for stored in (torch.int8, torch.float8_e4m3fn, torch.float8_e5m2):
                 yield Shape(kernel=kernel, dim=dim, stored=stored, descriptors=boxes)
-            yield Shape(kernel=kernel, dim=dim, dtype=torch.float32, features=dim == 128, descriptors=boxes)
+            yield Shape(kernel=kernel, dim=dim, dtype=torch.float32, features=dim == 128)
             if tma:
                 yield Shape(kernel=kernel, dim=dim, block_size=64, descriptors=True)
         yield Shape(kernel=kernel, dim=80, dtype=torch.float16, block_size=48)

@@ -222,7 +222,8 @@ class Launch:
         block_size = self._cache.keys.shape[2]
         possible = self._target >= DESCRIPTOR_TARGET and block_size in DESCRIPTOR_BLOCKS and self._aligned()
         if self._choice.descriptors is None:
-            return possible and block_size >= DESCRIPTOR_BLOCK[kernel]
+            narrow = self._q.element_size() == 2  # float32's scalar products spill beside them
+            return possible and narrow and block_size >= DESCRIPTOR_BLOCK[kernel]
         if self._choice.descriptors and not possible:
             raise UnsupportedError(
                 [f"descriptors for blocks of {block_size} on {self._target}: leave `descriptors` unset"]

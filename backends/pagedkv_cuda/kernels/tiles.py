@@ -2,7 +2,7 @@
 
     {family: {kernel: {bytes: {head dim: [BLOCK_M, BLOCK_N, warps, stages]}}}}
 
-A capability takes the family that shares its limits; a head dim takes the entry of the next larger one, made smaller
+A capability takes a family within its limits; a head dim takes the entry of the next larger one, made smaller
 where the device has less shared memory than that may take. `bytes` are those of an entry of q, or 1 where 16-bit
 queries meet a quantized cache. `stages` is how many steps of keys and values are under way at once, the one that is
 being multiplied among them. Nothing is tuned while the engine starts:
@@ -24,8 +24,10 @@ from pagedkv.api.errors import UnsupportedError
 from pagedkv_cuda.kernels.grids import power_of_two
 
 TABLE = Path(__file__).with_name("tiles.json")
-FAMILIES = {80: "80", 87: "80", 86: "86", 89: "86", 90: "90", 100: "100", 103: "100", 120: "86", 121: "86"}
-"""Which family a compute capability takes its tiles from."""
+FAMILIES = {80: "80", 86: "86", 87: "86", 89: "86", 90: "90", 100: "100", 103: "100", 120: "120", 121: "120"}
+"""Which family a compute capability takes its tiles from: of those within its limits the one whose registers are
+given out alike. 8.7 has the shared memory of 8.0 and spills where 8.6 does.
+"""
 SHARED_LIMIT = {80: 163, 87: 163, 86: 99, 89: 99, 120: 99, 121: 99, 90: 227, 100: 227, 103: 227}
 """KiB of shared memory that one program can have. Source: CUDA C++ Programming Guide, compute capabilities."""
 OLDEST = 80
@@ -38,7 +40,7 @@ HOST = 80
 WIDEST = 256
 LEAST_KEYS = 16
 """A product of two 16-bit tiles is not narrower."""
-HELD = {"80": 0.0, "86": 0.5, "90": 1.0, "100": 1.0}
+HELD = {"80": 0.0, "86": 0.0, "90": 1.0, "100": 1.0, "120": 0.5}
 """Steps that keep their place by family while they are multiplied: both tiles, or the values only."""
 EXCHANGED = 4096
 """Bytes for what warps tell each other, barriers and padding."""
