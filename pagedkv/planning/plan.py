@@ -221,7 +221,7 @@ def _device_record(plan: Plan) -> dict[str, Any]:
         "total": memory.total,
         "free": memory.free,
         "unified": memory.unified,
-        "source": "this machine" if target.real else "given or published" if device is None else device.source,
+        "source": device.source if device is not None else "this machine" if target.real else "--memory",
     }
 
 
