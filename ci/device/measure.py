@@ -14,7 +14,7 @@ import argparse
 import dataclasses
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -345,7 +345,8 @@ def native(backend: AttentionBackend) -> str:
     return (can.native_dtypes or can.dtypes)[0]
 
 
-def main() -> None:
+def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--backend", default="cuda")
     parser.add_argument("--backend-option", action="append", default=[])
@@ -353,7 +354,11 @@ def main() -> None:
     parser.add_argument("--dtype", choices=NAMES.values(), help="else the backend's first native one")
     parser.add_argument("--flex", action="store_true", help="also FlexAttention for two of them, which compiles first")
     parser.add_argument("--small", action="store_true", help="sizes for a processor, to try the script itself")
-    given = parser.parse_args()
+    return parser.parse_args(words)
+
+
+def main() -> None:
+    given = arguments()
     selected = plugins.select(given.backend)
     options = plugins.parse_options(selected.descriptor, given.backend_option)
     backend = plugins.create(selected, options)
