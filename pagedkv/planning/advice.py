@@ -89,15 +89,15 @@ def _weights(fit: Fit, config: EngineConfig) -> Iterator[Advice]:
 
 def _lighter_model(fit: Fit) -> Advice:
     """What weights may take at most; said where no other form of these is lighter on this backend."""
-    spec, request = fit.asked(1, fit.limits.context)
-    cost = fit.cost(spec)
-    rest = request.needed - request.weights + cost.fixed + cost.per_block * request.useful_blocks
-    most = (fit.ceiling() or 0) - rest
-    held = f"no other form that this backend multiplies takes less than {show_bytes(request.weights)}"
-    if most <= 0:
-        return Advice(setting="weights", value=None, effect=f"{held}, and even without any not one sequence fits")
-    effect = f"{held}; a model of at most {show_bytes(most)} leaves room for one of {fit.limits.context} tokens"
-    return Advice(setting="weights", value=None, effect=effect)
+    weights, length, wanted = fit.agreed.request.weights, fit.limits.context, fit.limits.rows
+    held = f"no other form that this backend multiplies takes less than {show_bytes(weights)}"
+    for sequences in (wanted, 1):
+        most = (fit.ceiling() or 0) - (fit.needs(sequences, length) - weights)
+        if 0 < most < weights:
+            effect = f"{held}; a model of at most {show_bytes(most)} would let {sequences} of {length} tokens fit"
+            return Advice(setting="weights", value=None, effect=effect)
+    whom = f"all {wanted}" if fit.holds(1, length) else "even one"
+    return Advice(setting="weights", value=None, effect=f"{held}, and no model is so small that {whom} would fit")
 
 
 def _lighter(fit: Fit, config: EngineConfig) -> Iterator[tuple[Agreed, str, str]]:
