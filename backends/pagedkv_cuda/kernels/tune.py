@@ -1,7 +1,9 @@
 """Measures tiles on the card at hand and writes its family's part of tiles.json: `python -m pagedkv_cuda.kernels.tune`.
 
 Each entry of the table is tried in every candidate tile on one shape: few queries are 32 rows over 2,048 tokens each,
-many are one prompt of 4,096. The fastest median wins. Not yet run on hardware.
+many are one prompt of 4,096. The fastest median wins, and the file is written after every entry, so that a run that is
+broken off keeps what it has. A few hundred kernels are compiled: allow an hour. `make aot` afterwards says whether a
+tile spills in a shape that was not measured. Not yet run on hardware.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ import logging
 import re
 import statistics
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,18 @@ from triton.errors import TritonError
 
 from pagedkv_cuda.kernels.arguments import Cache, Layer, Rows
 from pagedkv_cuda.kernels.attention import Choice, attend, scratch_floats
-from pagedkv_cuda.kernels.tiles import TABLE, Tile, family, table, target_of
+from pagedkv_cuda.kernels.grids import power_of_two
+from pagedkv_cuda.kernels.tiles import (
+    SHARED_LIMIT,
+    TABLE,
+    Tile,
+    family,
+    nearest,
+    shared_bytes,
+    shared_of,
+    table,
+    target_of,
+)
 
 _log = logging.getLogger("pagedkv.backends.cuda.tune")
 
@@ -34,40 +47,54 @@ DTYPES = {
 HEADS = (32, 8)
 BLOCK_SIZE = 16
 REPEATS = 20
+MOST_RESULTS = 128
+"""float32 of scores and sums that a thread may hold: half of its registers."""
+Table = dict[str, dict[str, dict[str, dict[str, list[int]]]]]
 Measure = Callable[[str, str, int, Tile], float]
 """(kernel, bytes, head dim, tile) -> milliseconds."""
 
 
-def candidates(kernel: str) -> Iterator[Tile]:
-    """Tiles worth a try."""
+def candidates(kernel: str, target: int, size: int, dim: int, shared: int | None = None) -> Iterator[Tile]:
+    """Tiles worth a try: within the device's shared memory, and results within half of a thread's registers."""
+    room = SHARED_LIMIT[nearest(target)] * 1024 if shared is None else shared
     heights = (16,) if kernel == "few" else (16, 32, 64, 128)
-    for height, width, warps, stages in itertools.product(heights, (16, 32, 64, 128), (4, 8), (1, 2, 3, 4)):
-        yield Tile(height, width, warps, stages)
+    for shape in itertools.product(heights, (16, 32, 64, 128), (4, 8), (1, 2, 3, 4)):
+        tile = Tile(*shape)
+        results = tile.block_m * (power_of_two(dim) + tile.block_n) // (32 * tile.warps)
+        if results <= MOST_RESULTS and shared_bytes(tile, target, size, dim) <= room:
+            yield tile
 
 
-def fastest(kernel: str, size: str, dim: int, measure: Measure) -> Tile | None:
-    """The tile of the least time; None where none runs. One that does not fit the device is reported and left out."""
+def fastest(kernel: str, size: str, dim: int, tiles: Iterable[Tile], measure: Measure) -> Tile | None:
+    """The tile of the least time; None where none runs. One that does not run is reported and left out.
+
+    An error of the device itself is raised: after it nothing that the device says can be trusted.
+    """
     times: dict[Tile, float] = {}
-    for tile in candidates(kernel):
+    for tile in tiles:
         try:
             times[tile] = measure(kernel, size, dim, tile)
+        except torch.AcceleratorError:
+            raise
         except (TritonError, RuntimeError) as error:
             _log.info("%s, %s bytes, dim %d: %s does not run: %s", kernel, size, dim, tile, error)
     return min(times, key=lambda tile: times[tile]) if times else None
 
 
-def tuned(name: str, measure: Measure) -> dict[str, dict[str, dict[str, dict[str, list[int]]]]]:
-    """The whole table, the family `name` measured anew; where nothing ran its old entry stays, with a warning."""
-    made = json.loads(json.dumps(table()))
-    for kernel, sizes in made[name].items():
+def tuned(target: int, measure: Measure, shared: int | None = None) -> Iterator[Table]:
+    """The whole table after each entry of the target's family; where nothing ran its old entry stays, and that is said."""
+    made: Table = json.loads(json.dumps(table()))
+    for kernel, sizes in made[family(target)].items():
         for size, dims in sizes.items():
             for dim in dims:
-                best = fastest(kernel, size, int(dim), measure)
+                tiles = candidates(kernel, target, int(size), int(dim), shared)
+                best = fastest(kernel, size, int(dim), tiles, measure)
                 if best is None:
                     _log.warning("%s, %s bytes, dim %s: no tile ran, the old one stays", kernel, size, dim)
                 else:
+                    _log.info("%s, %s bytes, dim %s: %s", kernel, size, dim, best)
                     dims[dim] = [best.block_m, best.block_n, best.warps, best.stages]
-    return made  # type: ignore[no-any-return]
+                yield made
 
 
 def spelt(made: object) -> str:
@@ -122,9 +149,11 @@ def main(path: Path = TABLE) -> int:
     if not torch.cuda.is_available():
         _log.error("tuning needs a CUDA device, and torch finds none: run this on the machine with the card")
         return 1
-    name = family(target_of(torch.device("cuda")))
-    path.write_text(spelt(tuned(name, on_card)), "utf-8")
-    _log.info("tiles of family %s written to %s", name, path)
+    device = torch.device("cuda")
+    target = target_of(device)
+    for made in tuned(target, on_card, shared_of(device)):
+        path.write_text(spelt(made), "utf-8")
+    _log.info("tiles of family %s written to %s", family(target), path)
     return 0
 
 
