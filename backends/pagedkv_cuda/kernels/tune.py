@@ -82,7 +82,7 @@ def fastest(kernel: str, size: str, dim: int, tiles: Iterable[Tile], measure: Me
 
 
 def tuned(target: int, measure: Measure, shared: int | None = None) -> Iterator[Table]:
-    """The whole table after each entry of the target's family; where nothing ran its old entry stays, and that is said."""
+    """The whole table after each entry of the target's family; where nothing ran its old entry stays: a warning."""
     made: Table = json.loads(json.dumps(table()))
     for kernel, sizes in made[family(target)].items():
         for size, dims in sizes.items():
