@@ -246,7 +246,6 @@ def test_a_backend_without_a_device_says_what_was_verified_instead(run, tmp_path
     assert result.exit_code != 0 and not list(tmp_path.glob("*.json"))
 
 
-
 # -- the display -------------------------------------------------------------------------------------------------------
 
 
