@@ -328,10 +328,10 @@ def output(*command: object) -> str:
     return subprocess.run([str(word) for word in command], check=True, capture_output=True, text=True).stdout
 
 
-def reports(target: int | str, only: str, sample: bool) -> list[Report]:
+def reports(target: int | str, only: str, sample: bool) -> Iterator[Report]:
     """Every kernel of one target."""
     driver.set_active(Offline())
-    made, seen = [], set()
+    seen = set()
     tiles = target if isinstance(target, int) else Offline.capability
     for name, launch in catalogue(tiles, sample):
         if not re.search(only, name):
@@ -340,20 +340,24 @@ def reports(target: int | str, only: str, sample: bool) -> list[Report]:
             key = (what["fn"].__name__, what["specialization_data"])
             if key not in seen:
                 seen.add(key)
-                made.append(compiled(target, name, what))
-    return made
+                yield compiled(target, name, what)
 
 
-def all_reports(targets: list[int | str], jobs: int, only: str, sample: bool) -> Iterator[list[Report]]:
-    """Those of each target, as processes finish; the last targets have most kernels and begin first."""
-    work = functools.partial(reports, only=only, sample=sample)
+def listed(target: int | str, only: str, sample: bool) -> list[Report]:
+    return list(reports(target, only, sample))
+
+
+def all_reports(targets: list[int | str], jobs: int, only: str, sample: bool) -> Iterator[Report]:
+    """One by one, or a target at a time as processes finish; the last targets have most kernels and begin first."""
     if jobs == 1:
-        yield from map(work, targets)
+        for target in targets:
+            yield from reports(target, only, sample)
         return
+    work = functools.partial(listed, only=only, sample=sample)
     context = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(jobs, context) as pool:
         for done in concurrent.futures.as_completed([pool.submit(work, target) for target in reversed(targets)]):
-            yield done.result()
+            yield from done.result()
 
 
 def spoken(report: Report) -> str:
@@ -370,10 +374,11 @@ def main() -> int:
     if given.markdown:
         print(page([json.loads(path.read_text("utf-8")) for path in given.markdown]), end="")
         return 0
-    began, rows = time.perf_counter(), []
-    for done in all_reports(given.targets, given.jobs, given.only, given.sample):
-        print("\n".join(map(spoken, done)), flush=True)
-        rows += done
+    began = time.perf_counter()
+    rows: list[Report] = []
+    for report in all_reports(given.targets, given.jobs, given.only, given.sample):
+        print(spoken(report), flush=True)
+        rows.append(report)
     rows.sort(key=lambda report: given.targets.index(report.target))
     wrong = sum(bool(report.faults) for report in rows if isinstance(report.target, int))
     seconds = round(time.perf_counter() - began)

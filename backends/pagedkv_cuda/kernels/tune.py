@@ -2,7 +2,7 @@
 
 Each entry of the table is tried in every candidate tile on one shape: few queries are 32 rows over 2,048 tokens each,
 many are one prompt of 4,096. The fastest median wins, and the file is written after every entry, so that a run that is
-broken off keeps what it has. A few hundred kernels are compiled: allow an hour. `make aot` afterwards says whether a
+broken off keeps what it has. About a thousand kernels are compiled: allow an hour. `make aot` afterwards says whether a
 tile spills in a shape that was not measured. Not yet run on hardware.
 """
 
