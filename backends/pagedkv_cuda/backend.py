@@ -49,11 +49,10 @@ class CudaBackend(AttentionBackend):
         path: Path,
         *,
         world: World | None = None,
-        longest_captured: int | None = None,
     ) -> None:
         self._capabilities, self._runtime, self._path = capabilities, runtime, path
         self._world = world or World()
-        self._graphs = CudaGraphs(self, longest_captured)
+        self._graphs = CudaGraphs(self)
         self._pools: weakref.WeakSet[CudaPool] = weakref.WeakSet()
         self._rings: weakref.WeakKeyDictionary[CudaPool, list[Ring]] = weakref.WeakKeyDictionary()
         self._communicators: list[OneRank | TorchCommunicator] = []

@@ -39,11 +39,10 @@ def offered(generation: Generation) -> Capabilities:
     return _capabilities(generation, block_sizes=((1, 1, 1024),), head_dims=((1, 1, 512),))
 
 
-def declared(generation: Generation, kernels: str, *, graphs: bool) -> Capabilities:
+def declared(generation: Generation, kernels: str) -> Capabilities:
     """What an instance with these kernels declares."""
-    more: dict[str, Any] = {} if graphs else {"extensions": {}, "graph": "none"}
     if kernels == "torch":
-        return _capabilities(generation, block_sizes=((1, 1, 1024),), head_dims=((1, 1, 512),), **more)
+        return _capabilities(generation, block_sizes=((1, 1, 1024),), head_dims=((1, 1, 512),))
     return _capabilities(
         generation,
         block_sizes=((16, 16, 256),),
@@ -53,7 +52,6 @@ def declared(generation: Generation, kernels: str, *, graphs: bool) -> Capabilit
             ({"dtype": "bf16", "kv_dtype": frozenset({"fp16", "fp32"})}, MIXED),
             ({"dtype": "fp16", "kv_dtype": frozenset({"bf16", "fp32"})}, MIXED),
         ),
-        **more,
     )
 
 

@@ -43,14 +43,6 @@ class CudaDescriptor(Descriptor):
             default="triton",
             help="triton: kernels of our own, from compute capability 8.0 on; torch: torch's operators, slower",
         ),
-        Option.of(name="enforce_eager", type=bool, default=False, help="true leaves the extension for CUDA graphs out"),
-        Option.of(
-            name="max_seq_len_to_capture",
-            type=int,
-            default=0,
-            help="contexts above this are not captured into graphs; 0 sets no limit but the pool's",
-            aliases=("max_context_len_to_capture",),
-        ),
         Option.of(
             name="disable_custom_all_reduce",
             type=bool,
@@ -89,11 +81,10 @@ class CudaDescriptor(Descriptor):
         return self._open(
             device,
             capability,
-            declared(generation, kernels, graphs=not options.get("enforce_eager")),
+            declared(generation, kernels),
             options,
             kernels=kernels,
             world=world,
-            longest_captured=int(options.get("max_seq_len_to_capture") or 0) or None,
         )
 
     def _open(
@@ -203,6 +194,4 @@ def _kernels(options: Mapping[str, Any]) -> str:
     kernels = str(options.get("kernels", KERNELS[0]))
     if kernels not in KERNELS:
         raise ConfigError(f"backend option kernels={kernels!r}: give one of {', '.join(KERNELS)}")
-    if int(options.get("max_seq_len_to_capture") or 0) < 0:
-        raise ConfigError("backend option max_seq_len_to_capture is negative: give a context length, or 0 for no limit")
     return kernels

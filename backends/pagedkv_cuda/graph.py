@@ -25,10 +25,10 @@ _log = logging.getLogger("pagedkv.backends.cuda")
 
 
 class CudaGraphs:
-    """The extension's object. `longest`: contexts beyond it are not recorded; None for no limit of its own."""
+    """The extension's object."""
 
-    def __init__(self, backend: CudaBackend, longest: int | None) -> None:
-        self._backend, self._longest = backend, longest
+    def __init__(self, backend: CudaBackend) -> None:
+        self._backend = backend
         self._open: weakref.WeakSet[CudaGraph] = weakref.WeakSet()
 
     def static_plan(self, pool: Pool, group: int, shape: GraphShape) -> Plan:
@@ -38,21 +38,12 @@ class CudaGraphs:
         limits = mine.spec.limits
         if shape.rows > limits.rows or shape.tokens > limits.tokens or shape.max_ctx > limits.context:
             raise ContractViolation(f"{shape} is larger than the pool's {limits}", law="limits")
-        if reasons := self._against(shape):
-            raise UnsupportedError(reasons)
+        if shape.decode_q != 1 or shape.tokens != shape.rows:
+            raise UnsupportedError(
+                "graphs here hold decode steps of one token a row: give tokens = rows and decode_q = 1"
+            )
         with self._backend._runtime.here(), torch.inference_mode(False):  # its buffers are written in either mode
             return StaticPlan(mine, group, shape, self._backend._path, self._backend._runtime)
-
-    def _against(self, shape: GraphShape) -> list[str]:
-        found = []
-        if shape.decode_q != 1 or shape.tokens != shape.rows:
-            found.append("graphs here hold decode steps of one token a row: give tokens = rows and decode_q = 1")
-        if self._longest is not None and shape.max_ctx > self._longest:
-            found.append(
-                f"max_ctx {shape.max_ctx} is above max_seq_len_to_capture={self._longest}: raise it, or run longer "
-                "contexts eagerly"
-            )
-        return found
 
     def refresh(self, plan: Plan, batch: Batch) -> None:
         backend = self._backend

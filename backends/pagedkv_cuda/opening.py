@@ -25,7 +25,6 @@ def open_backend(
     *,
     kernels: str,
     world: World,
-    longest_captured: int | None,
     runtime: Callable[[int], CudaRuntime] = CudaRuntime,
     make: Callable[..., CudaBackend] = CudaBackend,
 ) -> CudaBackend:
@@ -43,7 +42,7 @@ def open_backend(
     _log.info("%s, compute capability %s, kernels %s", torch.cuda.get_device_name(index), spell(capability), kernels)
     _log.warning("not yet run on hardware: certify this backend here (`pagedkv certify`) before you rely on it")
     path = make_path(kernels, capability, opened)
-    return make(capabilities, opened, path, world=world, longest_captured=longest_captured)
+    return make(capabilities, opened, path, world=world)
 
 
 def make_path(kernels: str, capability: Capability, runtime: Runtime) -> Path:

@@ -186,14 +186,12 @@ def double(
     capability: tuple[int, int] = (9, 0),
     runtime: HostRuntime | None = None,
     world: World | None = None,
-    graphs: bool = True,
     seed: int | None = None,
-    **more: Any,
 ) -> CudaBackend:
     """An instance as `create` makes it for a GPU of this capability, with the processor in the GPU's place."""
     generation = limits.generation(capability)
     if generation is None:
         raise ValueError(f"no generation of {capability}")
     used = runtime or DelayingRuntime(seed, frozen=kernels == "torch")
-    can = declared(generation, kernels, graphs=graphs)
-    return CudaBackend(can, used, make_path(kernels, capability, used), world=world, **more)
+    can = declared(generation, kernels)
+    return CudaBackend(can, used, make_path(kernels, capability, used), world=world)

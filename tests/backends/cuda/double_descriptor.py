@@ -39,10 +39,8 @@ class DoubleDescriptor(Descriptor):
     def create(self, device: int, options: Mapping[str, Any], world: World) -> AttentionBackend:
         from tests.backends.cuda.double import double
 
-        longest = int(options.get("max_seq_len_to_capture") or 0) or None
-        graphs = not options.get("enforce_eager")
         seed = int(options.get("seed") or 0) or None
-        return double(self.kernels, world=world, graphs=graphs, longest_captured=longest, seed=seed)
+        return double(self.kernels, world=world, seed=seed)
 
 
 class InterpretedDescriptor(DoubleDescriptor):

@@ -197,10 +197,9 @@ def test_an_instance_declares_at_most_what_is_described(row, kernels):
     device = device_info(0, gpu(row.capabilities[0]), None)
     offer = CudaDescriptor().describe(device)
     assert offer == offered(row)
-    for graphs in (True, False):
-        mine = declared(row, kernels, graphs=graphs)
-        assert exceeds(mine, offer) == []
-        assert ("graph" in mine.extensions) == graphs == (mine.graph != "none")
+    mine = declared(row, kernels)
+    assert exceeds(mine, offer) == []
+    assert "graph" in mine.extensions and mine.graph == "decode"
 
 
 def test_turing_is_not_offered_bf16():
@@ -227,13 +226,12 @@ def test_turing_refuses_triton_and_offers_torch(machine, monkeypatch):
 def test_options_reach_the_instance(machine, monkeypatch, caplog):
     monkeypatch.setattr(opening, "open_backend", lambda *args, **given: (args[3], given))
     caplog.set_level("INFO")
-    can, given = create(enforce_eager=True, max_context_len_to_capture=4096, disable_custom_all_reduce=True)
-    assert can.graph == "none" and given["longest_captured"] == 4096
+    can, given = create(kernels="torch", disable_custom_all_reduce=True)
+    assert (can.graph, given["kernels"]) == ("decode", "torch")
     assert "disable_custom_all_reduce: nothing to disable" in caplog.text
-    assert "max_context_len_to_capture is called max_seq_len_to_capture today" in caplog.text
 
 
-@pytest.mark.parametrize("options", [{"kernels": "cutlass"}, {"max_seq_len_to_capture": -1}])
+@pytest.mark.parametrize("options", [{"kernels": "cutlass"}, {"enforce_eager": True}])
 def test_wrong_options(machine, options):
     with pytest.raises(ConfigError, match=next(iter(options))):
         create(**options)

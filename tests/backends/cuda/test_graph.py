@@ -97,16 +97,9 @@ def test_a_capture_that_fails_is_a_warning_and_runs_eagerly(caplog):
     assert torch.allclose(step.out, step.first_key_alone(), atol=1e-6)
 
 
-def test_max_seq_len_to_capture_and_other_shapes_are_refused():
-    backend = double(longest_captured=64)
+def test_steps_of_several_tokens_a_row_are_refused():
+    backend = double()
     pool, graphs = backend.alloc_pool(spec()), backend.extension("graph")
-    with pytest.raises(UnsupportedError, match="max_seq_len_to_capture=64"):
-        graphs.static_plan(pool, 0, SHAPE)
     assert graphs.static_plan(pool, 0, GraphShape(rows=4, tokens=4, max_ctx=64)) is not None
     with pytest.raises(UnsupportedError, match="one token a row"):
         graphs.static_plan(pool, 0, GraphShape(rows=2, tokens=4, max_ctx=64, decode_q=2))
-
-
-def test_enforce_eager_has_no_graphs():
-    backend = double(graphs=False)
-    assert backend.extension("graph") is None and backend.capabilities().graph == "none"

@@ -100,6 +100,6 @@ def test_what_cannot_be_bound_is_refused_with_the_reason():
 def test_every_generation_declares_them(capability):
     generation = limits.generation(capability)
     assert generation is not None
-    for can in (offered(generation), declared(generation, "torch", graphs=True)):
+    for can in (offered(generation), declared(generation, "torch")):
         assert set(QUANTIZED) < set(can.kv_dtypes)
         assert not set(can.kv_dtypes[: len(generation.dtypes)]) & set(QUANTIZED), "plain ones come first"

@@ -35,5 +35,5 @@ def double(
     if generation is None:
         raise ValueError("8.7 is missing from the table of generations")
     used = runtime or Holding(seed)
-    can = narrowed(declared(generation, "torch", graphs=True))
+    can = narrowed(declared(generation, "torch"))
     return JetsonBackend(can, used, make_path("torch", (8, 7), used), root=root, world=world)

@@ -218,7 +218,6 @@ def opened(root: Path) -> JetsonBackend:
         wheels="a torch for this board comes from the shelf",
         kernels="torch",
         world=World(),
-        longest_captured=None,
     )
     assert isinstance(made, JetsonBackend)
     return made

@@ -181,20 +181,17 @@ def test_one_memory_and_one_gpu_and_no_graphs_unless_asked_for(tmp_path: Path, n
     assert (can.placements, can.collectives) == (frozenset({"device"}), frozenset())
     assert (can.graph_default, can.graph_context, can.graph) == (False, 1024, "decode")
     for kernels in ("triton", "torch"):
-        assert exceeds(narrowed(declared(generation_of(device), kernels, graphs=True)), can) == []
+        assert exceeds(narrowed(declared(generation_of(device), kernels)), can) == []
 
 
 def test_opening_gets_the_board_and_what_was_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backend_module, "open_backend", lambda *given, **more: (given, more))
     descriptor = JetsonDescriptor(trees.board(tmp_path, "orin-nx-16"))
-    options = check_options(descriptor, {"max_seq_len_to_capture": 4096})
+    options = check_options(descriptor, {})
     monkeypatch.setattr(packages, "why_no_triton", lambda *extra: None)
     (uuid, device, capability, can), more = descriptor.create(0, options, World())
     assert (uuid, device, capability, can.placements) == ("", 0, (8, 7), frozenset({"device"}))
-    assert more["longest_captured"] == 4096, "an explicit value stays"
     assert (more["root"], more["kernels"]) == (tmp_path, "triton") and "jp6/cu126" in more["wheels"]
-    (_, _, _, eager), more = descriptor.create(0, check_options(descriptor, {"enforce_eager": True}), World())
-    assert (eager.graph, more["longest_captured"]) == ("none", None)
 
 
 def test_what_is_unusable_does_not_open(tmp_path: Path) -> None:
