@@ -103,7 +103,7 @@ def overview(file: dict[str, Any]) -> str:
         f"## Compiled by Triton {file['triton']}\n\n{len(kernels)} kernels in {file['seconds']} s by {file['jobs']} "
         "processes (nothing where Triton's cache had them).\n\n"
         if cuda
-        else "## Another maker's device\n\nA bonus check, another maker's device with tiles of 8.0: it compiles, no more.\n\n"
+        else "## Another maker's device\n\nA bonus check with tiles of 8.0: it compiles, no more.\n\n"
     )
     return said + table(head, rows)
 
