@@ -160,7 +160,11 @@ def test_a_bad_stream_leaves_nothing_either(llm: LLM) -> None:
 STARTS: list[tuple[dict[str, Any], type[PagedKVError], str]] = [
     ({"block_size": 5000}, UnsupportedError, "block_size=5000; accepted: 1 to 4096"),
     ({"kv_cache_dtype": "fp4"}, ConfigError, "kv_cache_dtype='fp4' is not one of"),
-    ({"kv_cache_dtype": "fp8"}, UnsupportedError, "backend cpu does not support kv_dtype='fp8_e4m3fn/tensor'; accepted"),
+    (
+        {"kv_cache_dtype": "fp8"},
+        UnsupportedError,
+        "backend cpu does not support kv_dtype='fp8_e4m3fn/tensor'; accepted",
+    ),
     ({"dtype": "bfloat16", "batch_invariant": True}, UnsupportedError, "only fp32 is batch invariant"),
     ({"backend": "nosuch"}, BackendNotFound, "nosuch"),
     ({"device": 3}, PagedKVError, "there is no device 3"),
