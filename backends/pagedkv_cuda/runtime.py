@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -130,6 +131,7 @@ class CudaRuntime(Runtime):
         self._index = index
         self._copies = _cuda.Stream(index)
         self._graph_memory: Any = None
+        self._recordings: weakref.WeakSet[CudaRecording] = weakref.WeakSet()
 
     def here(self) -> AbstractContextManager[Any]:
         return _Here(self, self._index)
@@ -170,9 +172,10 @@ class CudaRuntime(Runtime):
         return PinnedMemory(nbytes, self.torch_device)
 
     def memory(self) -> MemoryInfo:
-        """Free as the driver says; reclaimable is what torch keeps of freed tensors. Others count once, as not free.
+        """Free as the driver says; reclaimable is what torch keeps of freed tensors, recordings' memory aside.
 
-        A GPU that shares the machine's memory has what the system can give, of which the driver leaves out its caches.
+        Others count once, as not free. A GPU that shares the machine's memory has what the system can give, of which
+        the driver leaves out its caches.
         """
         free, total = torch.cuda.mem_get_info(self._index)
         known = total > 0
@@ -180,11 +183,11 @@ class CudaRuntime(Runtime):
         if unified:
             free = min(total, max(free, devices.available() or 0))
         allocated = torch.cuda.memory_allocated(self._index)
-        kept = torch.cuda.memory_reserved(self._index) - allocated
+        kept = max(0, torch.cuda.memory_reserved(self._index) - allocated - self._recorded())
         return MemoryInfo.of(
             free=free if known else None,
             total=total if known else None,
-            reclaimable=max(0, min(kept, total - free) if known else kept),
+            reclaimable=min(kept, total - free) if known else kept,
             unified=unified,
             allocated=allocated,
             peak=torch.cuda.max_memory_allocated(self._index),
@@ -199,8 +202,9 @@ class CudaRuntime(Runtime):
     def capture(self, work: Work) -> Recording:
         with self.here():
             self._warm_up(work)
-        if self._graph_memory is None:
-            self._graph_memory = torch.cuda.graph_pool_handle()
+        if not any(one.open for one in self._recordings):
+            self._graph_memory = torch.cuda.graph_pool_handle()  # what the closed ones shared is gone with them
+        torch.cuda.empty_cache()  # as a capture begins with it, which would hide what it takes
         before = torch.cuda.memory_reserved(self._index)
         graph = torch.cuda.CUDAGraph()
         with (
@@ -208,7 +212,13 @@ class CudaRuntime(Runtime):
             torch.cuda.graph(graph, pool=self._graph_memory, capture_error_mode="thread_local"),
         ):
             work()
-        return CudaRecording(graph, max(0, torch.cuda.memory_reserved(self._index) - before))
+        made = CudaRecording(graph, max(0, torch.cuda.memory_reserved(self._index) - before))
+        self._recordings.add(made)
+        return made
+
+    def _recorded(self) -> int:
+        """Bytes that open recordings hold."""
+        return sum(one.nbytes for one in self._recordings if one.open)
 
     def _warm_up(self, work: Work) -> None:
         """Run it outside of a recording, on a stream of its own, so that kernels are built and libraries loaded."""
@@ -224,11 +234,13 @@ class CudaRecording(Recording):
 
     def __init__(self, graph: torch.cuda.CUDAGraph, nbytes: int) -> None:
         self._graph, self.nbytes = graph, nbytes
+        self.open = True
 
     def replay(self) -> None:
         self._graph.replay()
 
     def close(self) -> None:
+        self.open = False
         self._graph.reset()
 
 

@@ -50,9 +50,8 @@ class JetsonRuntime(CudaRuntime):
     def memory(self) -> MemoryInfo:
         """What torch holds, by its own count."""
         held, peak = torch.cuda.memory_allocated(self._index), torch.cuda.max_memory_allocated(self._index)
-        return MemoryInfo.of(
-            reclaimable=torch.cuda.memory_reserved(self._index) - held, allocated=held, peak=peak, unified=True
-        )
+        kept = max(0, torch.cuda.memory_reserved(self._index) - held - self._recorded())
+        return MemoryInfo.of(reclaimable=kept, allocated=held, peak=peak, unified=True)
 
     def cap(self, nbytes: int) -> None:
         """Have torch refuse what would make this process hold more, whatever asks for it: no step hangs the board."""

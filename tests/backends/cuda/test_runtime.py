@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 
 import numpy as np
@@ -110,6 +111,62 @@ def test_what_can_be_had_again_is_never_more_than_what_is_taken(device):
     assert gibs(device.runtime.memory()) == [79, 80, 1]
     device.reserved = 3  # less than is allocated, as while another thread frees
     assert gibs(device.runtime.memory())[2] == 0
+
+
+@pytest.fixture
+def recording(device, monkeypatch):
+    """Recordings that reserve 2 GiB each in the memory of a handle; what torch keeps is given back when one begins."""
+    gib = 1 << 30
+    handles = iter(range(9))
+    device.used = []
+
+    @contextmanager
+    def graph(made, *, pool, capture_error_mode):
+        device.used.append(pool)
+        device.reserved += 2
+        yield
+
+    fake = {
+        "graph_pool_handle": lambda: next(handles),
+        "empty_cache": lambda: setattr(device, "reserved", device.allocated + 2 * len(device.open)),
+        "memory_reserved": lambda index: device.reserved * gib,
+        "CUDAGraph": lambda: SimpleNamespace(reset=lambda: device.open.pop(), replay=lambda: None),
+        "graph": graph,
+        "current_stream": lambda index: SimpleNamespace(wait_stream=lambda other: None),
+        "stream": lambda stream: nullcontext(),
+    }
+    for name, answer in fake.items():
+        monkeypatch.setattr(torch.cuda, name, answer)
+    device.open = []
+    side = SimpleNamespace(wait_stream=lambda other: None)
+    monkeypatch.setattr(module, "_cuda", SimpleNamespace(Stream=lambda index: side, device=lambda index: nullcontext()))
+
+    def record():
+        made = device.runtime.capture(lambda: None)
+        device.open.append(made)
+        return made
+
+    return record
+
+
+def test_a_recording_counts_what_it_reserved_whatever_was_kept_before(device, recording):
+    device.reserved = 12  # of which 7 are given back when a recording begins
+    first, second = recording(), recording()
+    assert (first.nbytes, second.nbytes) == (2 << 30, 2 << 30)
+    device.reserved += 3  # freed tensors
+    assert gibs(device.runtime.memory())[2] == 3, "what recordings hold is not to be had again"
+    first.close()
+    assert gibs(device.runtime.memory())[2] == 5
+
+
+def test_recordings_share_memory_only_with_open_ones(device, recording):
+    first, second = recording(), recording()
+    first.close()
+    third = recording()
+    second.close()
+    third.close()
+    recording()
+    assert device.used == [0, 0, 0, 1]
 
 
 def test_u107_zeros_are_unknown(device):
