@@ -29,7 +29,7 @@ def opened(monkeypatch, capability, *, tegra):
             "GPU-orin",
             0,
             capability,
-            declared(generation, "triton", graphs=False),
+            declared(generation, "triton"),
             kernels="triton",
             world=World(),
             longest_captured=None,

@@ -192,9 +192,9 @@ VERSIONS: dict[str, Wrong] = {
         diagnose="requires_api_minor = 0",
     ),
     "v0-9": failing("for contract 0.9 and needs at least 0.9; this pagedkv speaks contract 1.1", api="(0, 9)"),
-    "v99": failing("api is (99,), must be the contract's (major, minor); this pagedkv speaks 1.0", api="(99,)"),
-    "v-none": failing("api is None, must be the contract's (major, minor); this pagedkv speaks 1.0", api=None),
-    "v-text": failing("api is '1.0', must be the contract's (major, minor); this pagedkv speaks 1.0", api="'1.0'"),
+    "v99": failing("api is (99,), must be the contract's (major, minor); this pagedkv speaks 1.1", api="(99,)"),
+    "v-none": failing("api is None, must be the contract's (major, minor); this pagedkv speaks 1.1", api=None),
+    "v-text": failing("api is '1.0', must be the contract's (major, minor); this pagedkv speaks 1.1", api="'1.0'"),
     "v-true": failing("api is (True, 0), must be the contract's (major, minor)", api="(True, 0)"),
     "v-min-text": failing(
         "requires_api_minor is '0', must be a whole number from 0 on, or None", diagnose="requires_api_minor = '0'"
