@@ -32,7 +32,6 @@ def opened(monkeypatch, capability, *, tegra):
             declared(generation, "triton"),
             kernels="triton",
             world=World(),
-            longest_captured=None,
         )
     return str(raised.value)
 
