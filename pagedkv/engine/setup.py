@@ -207,7 +207,9 @@ def _device_ops(backend: AttentionBackend, vocab_size: int) -> DeviceOps | None:
     greedy, sample = backend.op("greedy", spec), backend.op("sample", spec)
     if greedy is None and sample is None:
         return None
-    return DeviceOps(greedy=greedy or REFERENCE["greedy"], sample=sample, to_host=backend.to_host)
+    ops = DeviceOps(greedy=greedy or REFERENCE["greedy"], sample=sample, to_host=backend.to_host)
+    ops.warm_up(vocab_size, backend.torch_device)
+    return ops
 
 
 def _caches_on_host(config: EngineConfig) -> bool:

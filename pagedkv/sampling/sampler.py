@@ -45,6 +45,13 @@ class DeviceOps:
     sample: Callable[..., torch.Tensor] | None
     to_host: Callable[[torch.Tensor], tuple[Event, Any]]
 
+    def warm_up(self, vocab_size: int, device: str) -> None:
+        """Call each op once, so that no request waits for what is built at a first call."""
+        logits, ones = torch.zeros(1, vocab_size, device=device), torch.ones(1, device=device)
+        self.greedy(logits)
+        if self.sample is not None:
+            self.sample(logits, ones * 0.5, ones, ones.to(torch.int32), ones)
+
 
 class Sampler:
     """Draws one token per row. Parameters live in arrays by row, so that a step costs no Python per greedy row."""

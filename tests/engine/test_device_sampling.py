@@ -49,12 +49,16 @@ def answered(prompts: list[list[int]], params: list[SamplingParams], **settings:
 
 
 def test_what_the_backend_lacks_of_the_two() -> None:
-    """Nothing at all keeps the sampler's own way; the missing greedy is its reference, which sorts nothing."""
-    own = REFERENCE["sample"]
+    """Nothing at all keeps the sampler's own way; the missing greedy is its reference, which sorts nothing.
+
+    What there is has been called once before the first request.
+    """
+    own = mock.Mock()
     assert _device_ops(OpsOnlyBackend(), 50) is None
     one, other = (_device_ops(OpsOnlyBackend({name: own}), 50) for name in ("sample", "greedy"))
     assert one is not None and (one.greedy, one.sample) == (REFERENCE["greedy"], own)
     assert other is not None and (other.greedy, other.sample) == (own, None)
+    assert [tuple(call.args[0].shape) for call in own.call_args_list] == [(1, 50), (1, 50)]
 
 
 def test_all_kinds_in_one_batch_answer_as_without_the_ops() -> None:

@@ -240,3 +240,13 @@ def test_plus_infinity_is_certain() -> None:
     row[[290, 5]] = INF
     for kind in ("greedy", "plain", "top-k and top-p"):
         assert set(draws(KINDS[kind], row, 20, Device())) == {5}
+
+
+@pytest.mark.parametrize(("sample", "calls"), [(True, ["greedy", "sample"]), (False, ["greedy"])])
+def test_a_warm_up_calls_each_op_once_with_what_it_takes(sample: bool, calls: list[str]) -> None:
+    device = Device(sample=sample)
+    device.ops.warm_up(VOCAB, "cpu")
+    assert device.calls == calls and device.copied == []
+    if sample:
+        given = [(tuple(column.shape), column.dtype) for column in device.columns]
+        assert given == [((1,), torch.float32)] * 2 + [((1,), torch.int32), ((1,), torch.float32)]
