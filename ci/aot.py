@@ -183,7 +183,7 @@ def fused() -> Iterator[tuple[str, Launch]]:
     yield "silu_mul", lambda target: void(ops.silu_mul(x))
     yield "gelu_tanh_mul", lambda target: void(ops.gelu_tanh_mul(x))
     yield "greedy", lambda target: void(sampling.greedy(logits))
-    yield "sample", lambda target: void(sampling.sample(logits, ones, ones, ones.int(), ones))
+    yield "sample", lambda target: void(sampling.sample(logits, ones, ones, ones.int(), ones, target=target))
 
 
 def void(_: object) -> None:

@@ -7,11 +7,15 @@ import torch
 from pagedkv.api.errors import ContractViolation
 from pagedkv_cuda.kernels.grids import one_axis, power_of_two
 from pagedkv_cuda.kernels.jit_sampling import greedy_row, sample_row
+from pagedkv_cuda.kernels.tiles import target_of
 
 BLOCK = 4096
 """Logits that one program looks at a time."""
-SAMPLE_WARPS = 16
-"""With 8, a block's keys do not fit into the registers of compute capability 12.0."""
+
+
+def _warps(target: int) -> int:
+    """Of `sample`: with 8, a block's keys do not fit into the registers of 12.0; with 16, Triton 3.6 spills on 8.7."""
+    return 16 if target >= 120 else 8
 
 
 def greedy(logits: torch.Tensor) -> torch.Tensor:
@@ -28,7 +32,13 @@ def greedy(logits: torch.Tensor) -> torch.Tensor:
 
 
 def sample(
-    logits: torch.Tensor, numbers: torch.Tensor, temperature: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor
+    logits: torch.Tensor,
+    numbers: torch.Tensor,
+    temperature: torch.Tensor,
+    top_k: torch.Tensor,
+    top_p: torch.Tensor,
+    *,
+    target: int | None = None,
 ) -> torch.Tensor:
     """One id for each row: logits [n, V], numbers [n] in [0, 1) -> int32 [n].
 
@@ -47,7 +57,7 @@ def sample(
         vocab, block = _widths(logits)
         sample_row[one_axis(len(logits), "sampling")](
             logits, numbers, temperature, top_k, top_p, ids, logits.stride(0), V=vocab, BLOCK=block,
-            num_warps=SAMPLE_WARPS,
+            num_warps=_warps(target or target_of(logits.device)),
         )  # fmt: skip
     return ids
 
