@@ -63,8 +63,9 @@ certify: $(VENV)/.dev  ## the conformance kit on our backends and the template: 
 	$(BIN)/pagedkv certify cpu --json docs/certificates/cpu.json
 	$(BIN)/pagedkv certify loopback --json docs/certificates/loopback.json
 	PYTHONPATH=build/template $(BIN)/pagedkv certify template --json docs/certificates/template.json
-	$(BIN)/python tests/backends/cuda/kit_run.py cuda-double --certificate docs/certificates/cuda.json
-	$(BIN)/python tests/backends/cuda/kit_run.py jetson-double --certificate docs/certificates/jetson.json
+	$(BIN)/python tests/helpers/kit_run.py cuda-double --certificate docs/certificates/cuda.json
+	$(BIN)/python tests/helpers/kit_run.py jetson-double --certificate docs/certificates/jetson.json
+	$(BIN)/python tests/helpers/kit_run.py ascend-double --certificate docs/certificates/ascend.json
 	$(MAKE) support
 
 isa: $(VENV)/.dev  ## the C++ tests of the CPU kernels: sanitizers, instructions, other processors under qemu; five minutes

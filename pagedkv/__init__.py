@@ -7,6 +7,7 @@ Names are loaded on first use, so that `import pagedkv.api` costs a backend auth
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -17,6 +18,10 @@ if TYPE_CHECKING:
     from pagedkv.sampling.params import SamplingParams
 
 __version__ = "0.1.0"
+
+os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
+"""No vendor's extension is loaded by `import torch`: where its libraries are missing, torch itself would not load. The
+backend that is chosen loads its own."""
 
 _HOMES = {
     "LLM": "pagedkv.llm",

@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from pagedkv.api import (
@@ -28,7 +27,15 @@ from pagedkv.api import (
     UnsupportedError,
     World,
 )
+from pagedkv.api.checks import (
+    check_limits,
+    check_size,
+    checked_pairs,
+    reasons_against,
+    reasons_against_parameters,
+)
 from pagedkv.api.torch import DTYPES, OneRank, TorchCommunicator, communicator
+from pagedkv.api.torch_checks import check_call, checked_lse
 from pagedkv_cpu import host
 from pagedkv_cpu.canonical import Canonical
 from pagedkv_cpu.copies import AT_ONCE, Copy, CopyThread
@@ -37,7 +44,7 @@ from pagedkv_cpu.native_ops import NativeOps
 from pagedkv_cpu.native_path import NativePath
 from pagedkv_cpu.ops import Ops
 from pagedkv_cpu.path import CpuPlan, Path
-from pagedkv_cpu.pool import CpuPool, Layer, pool_cost, reasons_against
+from pagedkv_cpu.pool import CpuPool, pool_cost
 from pagedkv_cpu.torch_path import TorchPath
 
 _log = logging.getLogger("pagedkv.backends.cpu")
@@ -70,14 +77,13 @@ class CpuBackend(AttentionBackend):
         return self._capabilities
 
     def pool_cost(self, spec: PoolSpec) -> PoolCost:
-        self._refuse(reasons_against(spec, self._capabilities))
+        self._refuse(self._against(spec))
         return pool_cost(spec, self._path.fixed_bytes)
 
     def alloc_pool(self, spec: PoolSpec) -> Pool:
         self._check_open()
-        self._refuse(reasons_against(spec, self._capabilities))
-        if spec.num_blocks < 1 or min(spec.limits.rows, spec.limits.tokens, spec.limits.context) < 0:
-            raise ContractViolation("a pool has at least block 0, and limits are not negative", law="pool spec")
+        self._refuse(self._against(spec))
+        check_size(spec)
         if "batch_invariant" in spec.features:
             self._refuse(self._path.unsteady(spec))
         with torch.inference_mode(False):  # or its tensors could be written in that mode only
@@ -90,7 +96,7 @@ class CpuBackend(AttentionBackend):
         mine = self._mine(pool)
         mine.scratch()
         mine.group(group)
-        _check_limits(batch, mine.spec)
+        check_limits(batch, mine.spec.limits)
         return self._path.plan(mine, group, batch)
 
     def attend(
@@ -100,8 +106,11 @@ class CpuBackend(AttentionBackend):
         if not isinstance(plan, CpuPlan):
             raise ContractViolation("attend takes a plan made by this backend", law="plan")
         found = plan.pool.layer(layer)
-        _check_call(plan, found, q, k, v, out)
-        lse = _checked_lse(extra, plan, found, q) if extra else None
+        if found.group != plan.group:
+            raise ContractViolation(f"layer {layer} is not in the plan's group {plan.group}", law="layer index")
+        dtype = DTYPES[plan.pool.spec.dtype]
+        check_call(found.spec, dtype, plan.num_tokens, plan.num_slots, (q, k, v, out), found.unbound())
+        lse = checked_lse(extra, found.spec, plan.num_tokens, q)
         if k is not None:
             self._path.append(plan, found, k, v)
         if q is None:
@@ -114,9 +123,8 @@ class CpuBackend(AttentionBackend):
 
     def copy_blocks(self, src: Pool, dst: Pool, pairs: Any, *, after: Event | None = None) -> Event:
         mine, other = self._mine(src), self._mine(dst)
-        if mine.spec.groups != other.spec.groups:
-            raise ContractViolation("blocks are copied between pools of equal groups only", law="copy_blocks")
-        copy = Copy(mine.planes_to(other), _checked_pairs(pairs, mine, other), self._path.copy)
+        held = checked_pairs(pairs, mine, other).astype(np.int32)
+        copy = Copy(mine.planes_to(other), held, self._path.copy)
         if mine is not other and self._goes_beside(copy, after):
             return self._copies.begin(copy, after)
         self._copies.run(copy, after)
@@ -159,8 +167,9 @@ class CpuBackend(AttentionBackend):
 
     def bind(self, pool: Pool, layer: int, params: Mapping[str, Any]) -> None:
         """Sinks and ALiBi slopes, each float32 [q_heads]."""
-        found = self._mine(pool).layer(layer)
-        self._refuse(_reasons_against_params(found, params))
+        mine = self._mine(pool)
+        found = mine.layer(layer)
+        self._refuse(reasons_against_parameters(found.spec, mine.group(found.group).kv_dtype, params))
         for name, values in params.items():
             getattr(found, name).copy_(torch.from_numpy(np.array(values, dtype=np.float32)))
         found.bound |= params.keys()
@@ -202,6 +211,12 @@ class CpuBackend(AttentionBackend):
         pool.check_open()
         return pool
 
+    def _against(self, spec: PoolSpec) -> list[str]:
+        found = reasons_against(spec, self._capabilities)
+        if "batch_invariant" in spec.features and spec.dtype != "fp32":
+            found.append(f"feature 'batch_invariant' needs dtype 'fp32', not {spec.dtype!r}")
+        return found
+
     def _refuse(self, reasons: list[str]) -> None:
         if reasons:
             raise UnsupportedError(reasons)
@@ -209,99 +224,3 @@ class CpuBackend(AttentionBackend):
 
 def _without_invariance(capabilities: Capabilities) -> Capabilities:
     return dataclasses.replace(capabilities, features=capabilities.features - {"batch_invariant"})
-
-
-def _check_limits(batch: Batch, spec: PoolSpec) -> None:
-    """`ContractViolation` where a batch is larger than what the pool's scratch was sized for."""
-    context = int(batch.ctx_len[: batch.num_seqs].max(initial=0))
-    for name, value, limit in (
-        ("rows", batch.num_seqs, spec.limits.rows),
-        ("tokens", batch.num_tokens, spec.limits.tokens),
-        ("context", context, spec.limits.context),
-    ):
-        if value > limit:
-            raise ContractViolation(f"the batch has {name} {value}, the pool's limit is {limit}", law="limits")
-
-
-def _check_call(plan: CpuPlan, layer: Layer, q: Any, k: Any, v: Any, out: Any) -> None:
-    """Everything about `attend`'s arguments, before anything is written."""
-    spec, dtype = layer.spec, DTYPES[plan.pool.spec.dtype]
-    if layer.group != plan.group:
-        raise ContractViolation(f"layer {spec.index} is not in the plan's group {plan.group}", law="layer index")
-    if (k is None) != (v is None) or (q is None) != (out is None):
-        raise ContractViolation("k and v come together, and so do q and out", law="attend forms")
-    if k is not None:
-        if spec.kv_of is not None:
-            raise ContractViolation(f"layer {spec.index} reads layer {spec.kv_of}'s cache: k = v = None", law="kv_of")
-        _check_tensor("k", k, plan.num_slots, spec.kv_heads, spec.k_dim, dtype)
-        _check_tensor("v", v, plan.num_slots, spec.kv_heads, spec.v_dim, dtype)
-    if q is not None:
-        _check_tensor("q", q, plan.num_tokens, spec.q_heads, spec.k_dim, dtype)
-        _check_tensor("out", out, plan.num_tokens, spec.q_heads, spec.v_dim, dtype)
-        if not out.is_contiguous():
-            raise ContractViolation("out must be contiguous", law="attend tensors")
-        if layer.unbound():
-            raise ContractViolation(f"bind {layer.unbound()} of layer {spec.index} before attend", law="bind")
-
-
-def _checked_lse(extra: Mapping[str, Any], plan: CpuPlan, layer: Layer, q: Any) -> torch.Tensor:
-    """The tensor that takes the log-sum-exp, before anything is written."""
-    unknown = sorted(extra.keys() - {"lse"})
-    if unknown:
-        raise UnsupportedError(f"attend takes no extra {', '.join(map(repr, unknown))}; it accepts 'lse'")
-    if q is None:
-        raise ContractViolation("an append has no log-sum-exp: give 'lse' together with q and out", law="lse")
-    lse, tokens, heads = extra["lse"], plan.num_tokens, layer.spec.q_heads
-    if not isinstance(lse, torch.Tensor) or lse.dtype != torch.float32 or not _has_rows(lse, tokens, heads):
-        given = f"{lse.dtype} {list(lse.shape)}" if isinstance(lse, torch.Tensor) else type(lse).__name__
-        raise ContractViolation(f"lse must be float32 [>= {tokens}, {heads}], got {given}", law="lse")
-    if not lse.is_contiguous():
-        raise ContractViolation("lse must be contiguous, as out is", law="lse")
-    return lse
-
-
-def _has_rows(tensor: torch.Tensor, rows: int, columns: int) -> bool:
-    return tensor.dim() == 2 and tensor.shape[0] >= rows and tensor.shape[1] == columns
-
-
-def _check_tensor(name: str, tensor: Any, rows: int, heads: int, dim: int, dtype: torch.dtype) -> None:
-    shape = tensor.shape
-    if len(shape) != 3 or shape[0] < rows or shape[1] != heads or shape[2] != dim or tensor.dtype != dtype:
-        raise ContractViolation(
-            f"{name} must be {dtype} [>= {rows}, {heads}, {dim}], got {tensor.dtype} {list(shape)}",
-            law="attend tensors",
-        )
-    _, between, inside = tensor.stride()
-    if (heads > 1 and between != dim) or (dim > 1 and inside != 1):
-        raise ContractViolation(
-            f"each token's [{heads}, {dim}] of {name} must be contiguous, got strides {tensor.stride()}",
-            law="attend tensors",
-        )
-
-
-def _checked_pairs(pairs: Any, src: CpuPool, dst: CpuPool) -> npt.NDArray[np.int32]:
-    """A copy of the pairs, contiguous [N, 2], or `ContractViolation` with what is wrong."""
-    array = np.asarray(pairs, dtype=np.int64).reshape(-1, 2)
-    sources, targets = array[:, 0], array[:, 1]
-    problem = None
-    if array.size and not (sources.min() >= 0 and sources.max() < src.num_blocks):
-        problem = f"a source outside 0..{src.num_blocks - 1}"
-    elif array.size and not (targets.min() > 0 and targets.max() < dst.num_blocks):
-        problem = f"a destination outside 1..{dst.num_blocks - 1} (block 0 is never written)"
-    elif len(np.unique(targets)) != len(targets):
-        problem = "a destination twice"
-    elif src is dst and np.intersect1d(sources, targets).size:
-        problem = "an id on both sides within one pool"
-    if problem is not None:
-        raise ContractViolation(f"copy_blocks got {problem}", law="copy_blocks")
-    return array.astype(np.int32)
-
-
-def _reasons_against_params(layer: Layer, params: Mapping[str, Any]) -> list[str]:
-    found = []
-    for name, values in params.items():
-        if name not in ("sinks", "alibi") or not getattr(layer.spec, name):
-            found.append(f"layer {layer.spec.index} takes no {name!r}")
-        elif np.shape(values) != (layer.spec.q_heads,):
-            found.append(f"{name!r} must have shape ({layer.spec.q_heads},), got {np.shape(values)}")
-    return found

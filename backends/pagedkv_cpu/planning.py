@@ -19,7 +19,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from pagedkv.api import Batch, ContractViolation, LayerSpec
+from pagedkv.api import Batch, LayerSpec
+from pagedkv.api.checks import check_batch
 from pagedkv_cpu.scratch import CHUNK, TALL, WASTE, Sizes
 
 MANY_ROWS, LARGE_BLOCK = 2048, 8
@@ -133,13 +134,13 @@ class Geometry:
     """The batch as it stood when it was planned: copies of all that is needed from the core's arrays."""
 
     def __init__(self, batch: Batch, block_size: int, num_blocks: int) -> None:
+        check_batch(batch, block_size, num_blocks)
         count = batch.num_seqs
         self.block_size = block_size
         self.starts = batch.cu_q[: count + 1].astype(np.int64)
         self.context = batch.ctx_len[:count].astype(np.int64)
         columns = -(-int(self.context.max(initial=0)) // block_size)
         self.table = batch.block_table[batch.rows[:count], : max(1, columns)].astype(np.int32)
-        _check(batch, self, columns, num_blocks)
 
     def tokens(self) -> Tokens:
         """Every query token."""
@@ -154,24 +155,6 @@ class Geometry:
         column = np.minimum(keys // self.block_size, self.table.shape[1] - 1)
         slots = self.table[rows[:, None], column] * self.block_size + keys % self.block_size
         return np.where(visible, slots, 0).astype(np.int32)
-
-
-def _check(batch: Batch, geometry: Geometry, columns: int, num_blocks: int) -> None:
-    starts, table = geometry.starts, geometry.table
-    if (
-        len(starts) != batch.num_seqs + 1
-        or starts[0] != 0
-        or starts[-1] != batch.num_tokens
-        or (np.diff(starts) < 0).any()
-    ):
-        raise ContractViolation("cu_q must rise from 0 to num_tokens over num_seqs + 1 entries", law="batch")
-    if columns > batch.block_table.shape[1]:
-        raise ContractViolation(
-            f"a context needs {columns} blocks and the block table has {batch.block_table.shape[1]} columns",
-            law="batch",
-        )
-    if table.size and not 0 <= int(table.min()) <= int(table.max()) < num_blocks:
-        raise ContractViolation(f"the block table names a block outside 0..{num_blocks - 1}", law="batch")
 
 
 class Planner:

@@ -1,4 +1,4 @@
-"""The cache's bytes: what a pool costs, how its planes lie in memory, and the checks of what may be asked.
+"""The cache's bytes: what a pool costs, and how its planes lie in memory.
 
 A layer's keys lie head-major, so that a gather of slots gives contiguous [tokens, dim] matrices per head:
 
@@ -19,7 +19,6 @@ from typing import Any
 import torch
 
 from pagedkv.api import (
-    Capabilities,
     ContractViolation,
     GroupSpec,
     LayerSpec,
@@ -27,7 +26,6 @@ from pagedkv.api import (
     Pool,
     PoolCost,
     PoolSpec,
-    needs,
 )
 from pagedkv.api.torch import DTYPES
 from pagedkv_cpu import host
@@ -203,83 +201,3 @@ def _allocate(cost: PoolCost, num_blocks: int, slack: int) -> torch.Tensor:
         raise OutOfDeviceMemory(
             f"the cache needs {wanted} bytes, which the system refused ({error}): {advice}", requested=wanted, free=free
         ) from error
-
-
-# -- what may be asked -------------------------------------------------------------------------------------------------
-
-
-def reasons_against(spec: PoolSpec, can: Capabilities) -> list[str]:
-    """Everything in `spec` that `can` does not declare, one sentence each."""
-    found = _reasons_pool(spec, can)
-    for index, group in enumerate(spec.groups):
-        found += [f"group {index}: {reason}" for reason in _reasons_group(group, can)]
-    seen = Counter(layer.index for group in spec.groups for layer in group.layers)
-    found += [f"layer index {index} stands {count} times in the pool" for index, count in seen.items() if count > 1]
-    return found
-
-
-def _reasons_pool(spec: PoolSpec, can: Capabilities) -> list[str]:
-    found = []
-    if spec.dtype not in can.dtypes:
-        found.append(f"dtype {spec.dtype!r} is not one of {', '.join(can.dtypes)}")
-    if spec.placement not in can.placements:
-        found.append(f"placement {spec.placement!r} is not one of {', '.join(sorted(can.placements))}")
-    wanted = spec.features | {name for group in spec.groups for layer in group.layers for name in needs(layer)}
-    for feature in sorted(wanted - can.features):
-        found.append(f"feature {feature!r} is not one of {', '.join(sorted(can.features))}")
-    if "batch_invariant" in spec.features and spec.dtype != "fp32":
-        found.append(f"feature 'batch_invariant' needs dtype 'fp32', not {spec.dtype!r}")
-    return found
-
-
-def _reasons_group(group: GroupSpec, can: Capabilities) -> list[str]:
-    found = []
-    if group.kv_dtype not in can.kv_dtypes:
-        found.append(f"KV dtype {group.kv_dtype!r} is not one of {', '.join(can.kv_dtypes)}")
-    if not _accepts(can.block_sizes, group.block_size):
-        found.append(f"block size {group.block_size} is not within {_spell(can.block_sizes)}")
-    owners = {layer.index: layer for layer in group.layers if layer.kv_of is None}
-    for layer in group.layers:
-        found += [f"layer {layer.index}: {reason}" for reason in _reasons_layer(layer, owners, can)]
-    return found
-
-
-def _reasons_layer(layer: LayerSpec, owners: dict[int, LayerSpec], can: Capabilities) -> list[str]:
-    found = []
-    if layer.kind not in can.kinds:
-        found.append(f"kind {layer.kind!r} is not one of {', '.join(sorted(can.kinds))}")
-    for name, dim in (("k_dim", layer.k_dim), ("v_dim", layer.v_dim)):
-        if not _accepts(can.head_dims, dim):
-            found.append(f"{name} {dim} is not within {_spell(can.head_dims)}")
-    if layer.kv_heads < 1 or layer.q_heads < layer.kv_heads:
-        found.append(f"{layer.q_heads} query heads cannot share {layer.kv_heads} KV heads")
-    if layer.window is not None and layer.window < 1:
-        found.append(f"window {layer.window} is not positive")
-    if layer.softcap is not None and not layer.softcap > 0:
-        found.append(f"softcap {layer.softcap} is not positive")
-    if layer.kv_of is not None:
-        owner = owners.get(layer.kv_of)
-        if owner is None:
-            found.append(f"kv_of {layer.kv_of} is no layer of this group with a cache of its own")
-        elif (owner.kv_heads, owner.k_dim, owner.v_dim) != (layer.kv_heads, layer.k_dim, layer.v_dim):
-            found.append(f"kv_of {layer.kv_of} has other KV heads or dims")
-    return found
-
-
-def _accepts(alternatives: tuple[frozenset[int] | tuple[int, int, int], ...], size: int) -> bool:
-    for allowed in alternatives:
-        if isinstance(allowed, frozenset):
-            if size in allowed:
-                return True
-        elif allowed[1] <= size <= allowed[2] and size % allowed[0] == 0:
-            return True
-    return False
-
-
-def _spell(alternatives: tuple[frozenset[int] | tuple[int, int, int], ...]) -> str:
-    def one(allowed: frozenset[int] | tuple[int, int, int]) -> str:
-        if isinstance(allowed, frozenset):
-            return ", ".join(str(size) for size in sorted(allowed))
-        return f"{allowed[1]}..{allowed[2]} in steps of {allowed[0]}"
-
-    return " or ".join(one(allowed) for allowed in alternatives)

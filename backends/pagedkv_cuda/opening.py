@@ -8,11 +8,12 @@ from collections.abc import Callable
 import torch
 
 from pagedkv.api import BackendUnavailable, Capabilities, World
+from pagedkv.api.torch_streams import Runtime
 from pagedkv_cuda import devices, limits
 from pagedkv_cuda.backend import CudaBackend
 from pagedkv_cuda.limits import Capability, spell
 from pagedkv_cuda.path import Path
-from pagedkv_cuda.runtime import CudaRuntime, Runtime
+from pagedkv_cuda.runtime import CudaRuntime
 
 _log = logging.getLogger("pagedkv.backends.cuda")
 

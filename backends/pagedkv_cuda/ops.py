@@ -10,8 +10,8 @@ import torch
 
 from pagedkv.api import OpSpec
 from pagedkv.api.torch import DTYPES
+from pagedkv.api.torch_streams import Runtime
 from pagedkv_cuda.kernels import ops, sampling
-from pagedkv_cuda.runtime import Runtime
 
 OPS: Mapping[str, tuple[Callable[..., Any], frozenset[str]]] = {
     "rms_norm": (ops.rms_norm, frozenset({"wide"})),

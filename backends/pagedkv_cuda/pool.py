@@ -1,4 +1,4 @@
-"""The cache's bytes: what a pool costs, how a block lies in memory, and the checks of what may be asked.
+"""The cache's bytes: what a pool costs, and how a block lies in memory.
 
 Block after block, each with the keys and values of all layers, so that a block is copied as one row of bytes:
 
@@ -11,7 +11,6 @@ Groups share the ids and so the rows: a row is as long as the group that needs m
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -19,27 +18,17 @@ from typing import Any
 
 import torch
 
-from pagedkv.api import (
-    Capabilities,
-    ContractViolation,
-    GroupSpec,
-    LayerSpec,
-    OutOfDeviceMemory,
-    Pool,
-    PoolCost,
-    PoolSpec,
-    needs,
-)
+from pagedkv.api import GroupSpec, LayerSpec, OutOfDeviceMemory, PoolCost, PoolSpec
+from pagedkv.api.checks import PARAMETERS, SCALES
 from pagedkv.api.torch import DTYPES
+from pagedkv.api.torch_backend import DevicePool, unbound
+from pagedkv.api.torch_streams import HostMemory, Runtime
 from pagedkv_cuda.path import Path
-from pagedkv_cuda.runtime import HostMemory, Runtime, is_failure
 
 ALIGN = 128
 """A descriptor load wants 16; a line of the cache is 128."""
 GRANULE = 2 << 20
 """torch's allocator asks the driver for multiples of this."""
-PARAMETERS = ("sinks", "alibi")
-SCALES = ("k_scale", "v_scale")
 STORED = DTYPES | {
     "int8/token_head": torch.int8,
     "fp8_e4m3fn/tensor": torch.float8_e4m3fn,
@@ -111,60 +100,28 @@ class Layer:
 
     def unbound(self) -> list[str]:
         """What the layer needs and nobody has bound."""
-        return [name for name in PARAMETERS if getattr(self.spec, name) and name not in self.bound]
+        return unbound(self.spec, self.bound)
 
 
-class CudaPool(Pool):
+class CudaPool(DevicePool):
     """Blocks in the device's memory, or in host memory that it can reach; one allocation."""
 
     def __init__(self, spec: PoolSpec, cost: PoolCost, runtime: Runtime, path: Path) -> None:
-        self.spec, self.cost, self._runtime = spec, cost, runtime
-        self._closed = False
+        super().__init__(spec, cost, runtime)
         self._host: HostMemory | None = None
         blocks = spec.num_blocks + (path.discard_blocks if spec.placement == "device" else 0)
         self.rows = self._aligned(self._storage(blocks * cost.per_block + ALIGN, runtime), blocks)
         self.rows[0].zero_()
-        self.layers: dict[int, Layer] = {}
         self.working: Any = None
         if spec.placement == "device":
             self.layers = {one.spec.index: one for number in range(len(spec.groups)) for one in self._make(number)}
             self.working = path.working(spec, runtime.torch_device)
 
-    def close(self) -> None:
-        if self._closed:
-            return
-        self._closed = True
-        if self._runtime.failure is None:  # copies run on a stream that torch's allocator does not look at
-            with self._runtime.here():
-                self._runtime.synchronize()
-        self.layers, self.working = {}, None
+    def free(self) -> None:
+        self.working = None
         self.rows = torch.empty(0, dtype=torch.uint8)
         if self._host is not None:
             self._host.close()
-
-    def check_open(self) -> None:
-        """Raise `ContractViolation` after close."""
-        if self._closed:
-            raise ContractViolation("this pool was closed; allocate a new one", law="use after close")
-
-    def group(self, index: int) -> GroupSpec:
-        """The group `index`; `ContractViolation` when the pool has none, or holds blocks only."""
-        if self.placement == "host":
-            raise ContractViolation(
-                "this pool has placement 'host' and holds blocks only; plan on a pool with placement 'device'",
-                law="placement",
-            )
-        if not 0 <= index < len(self.spec.groups):
-            raise ContractViolation(f"the pool has groups 0..{len(self.spec.groups) - 1}, not {index}", law="group")
-        return self.spec.groups[index]
-
-    def layer(self, index: int) -> Layer:
-        """The layer `index`; `ContractViolation` when the pool has none."""
-        self.check_open()
-        found = self.layers.get(index)
-        if found is None:
-            raise ContractViolation(f"the pool has no layer {index}; it has {sorted(self.layers)}", law="layer index")
-        return found
 
     def _storage(self, nbytes: int, runtime: Runtime) -> torch.Tensor:
         if self.placement == "host":
@@ -225,7 +182,7 @@ def _on_device(nbytes: int, wanted: int, runtime: Runtime) -> torch.Tensor:
     try:
         return torch.empty(nbytes, dtype=torch.uint8, device=runtime.torch_device)
     except (RuntimeError, MemoryError, TypeError) as error:
-        if is_failure(error):
+        if runtime.words.failure(error):
             raise
         raise OutOfDeviceMemory(
             f"the cache needs {wanted} bytes, which {runtime.torch_device} refused ({error}): give fewer blocks, a "
@@ -233,74 +190,3 @@ def _on_device(nbytes: int, wanted: int, runtime: Runtime) -> torch.Tensor:
             requested=wanted,
             free=free,
         ) from error
-
-
-# -- what may be asked -------------------------------------------------------------------------------------------------
-
-
-def reasons_against(spec: PoolSpec, can: Capabilities) -> list[str]:
-    """Everything in `spec` that `can` does not declare, one sentence each."""
-    found = [*_of_pool(spec, can)]
-    for number, group in enumerate(spec.groups):
-        found += [f"group {number}: {reason}" for reason in _of_group(group, spec, can)]
-    seen = Counter(layer.index for group in spec.groups for layer in group.layers)
-    found += [f"layer index {index} stands {count} times in the pool" for index, count in seen.items() if count > 1]
-    return found
-
-
-def _of_pool(spec: PoolSpec, can: Capabilities) -> Iterator[str]:
-    yield from _one_of("dtype", spec.dtype, can.dtypes)
-    yield from _one_of("placement", spec.placement, sorted(can.placements))
-    wanted = spec.features.union(*(needs(layer) for group in spec.groups for layer in group.layers))
-    for feature in sorted(wanted):
-        yield from _one_of("feature", feature, sorted(can.features))
-
-
-def _of_group(group: GroupSpec, spec: PoolSpec, can: Capabilities) -> Iterator[str]:
-    yield from _one_of("KV dtype", group.kv_dtype, can.kv_dtypes)
-    yield from _within("block size", group.block_size, can.block_sizes)
-    for pattern, reason in can.exclusions:
-        given = {"dtype": spec.dtype, "kv_dtype": group.kv_dtype}
-        if pattern.keys() <= given.keys() and all(_matches(given[key], value) for key, value in pattern.items()):
-            yield reason
-    owners = {layer.index: layer for layer in group.layers if layer.kv_of is None}
-    for layer in group.layers:
-        yield from (f"layer {layer.index}: {reason}" for reason in _of_layer(layer, owners, can))
-
-
-def _of_layer(layer: LayerSpec, owners: dict[int, LayerSpec], can: Capabilities) -> Iterator[str]:
-    yield from _one_of("kind", layer.kind, sorted(can.kinds))
-    yield from _within("k_dim", layer.k_dim, can.head_dims)
-    yield from _within("v_dim", layer.v_dim, can.head_dims)
-    if layer.kv_heads < 1 or layer.q_heads < layer.kv_heads:
-        yield f"{layer.q_heads} query heads cannot share {layer.kv_heads} KV heads"
-    elif can.max_group is not None and -(-layer.q_heads // layer.kv_heads) > can.max_group:
-        yield f"{layer.q_heads} query heads on {layer.kv_heads} KV heads: at most {can.max_group} share one"
-    if layer.window is not None and layer.window < 1:
-        yield f"window {layer.window} is not positive"
-    if layer.softcap is not None and not layer.softcap > 0:
-        yield f"softcap {layer.softcap} is not positive"
-    if layer.kv_of is not None:
-        owner = owners.get(layer.kv_of)
-        if owner is None:
-            yield f"kv_of {layer.kv_of} is no layer of this group with a cache of its own"
-        elif (owner.kv_heads, owner.k_dim, owner.v_dim) != (layer.kv_heads, layer.k_dim, layer.v_dim):
-            yield f"kv_of {layer.kv_of} has other KV heads or dims"
-
-
-def _one_of(name: str, value: str, accepted: Iterable[str]) -> list[str]:
-    return [] if value in accepted else [f"{name} {value!r} is not one of {', '.join(accepted)}"]
-
-
-def _matches(value: Any, pattern: Any) -> bool:
-    return value in pattern if isinstance(pattern, (set, frozenset)) else bool(value == pattern)
-
-
-def _within(name: str, value: int, alternatives: Iterable[Any]) -> list[str]:
-    for allowed in alternatives:
-        if isinstance(allowed, frozenset):
-            if value in allowed:
-                return []
-        elif allowed[1] <= value <= allowed[2] and value % allowed[0] == 0:
-            return []
-    return [f"{name} {value} is accepted by none of {list(alternatives)}"]

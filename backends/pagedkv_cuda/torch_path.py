@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from pagedkv.api import GroupSpec, LayerSpec, PoolSpec
-from pagedkv_cuda import copies
+from pagedkv.api.torch_streams import copy_rows
 from pagedkv_cuda.path import Arrays, Path, Staged, table_bytes
 
 if TYPE_CHECKING:
@@ -128,7 +128,7 @@ class TorchPath(Path):
             lse[: len(where)].copy_(logs.index_select(0, where))
 
     def copy(self, source: torch.Tensor, target: torch.Tensor, pairs: torch.Tensor, device: str) -> None:
-        copies.by_torch(source, target, pairs)
+        copy_rows(source, target, pairs)
 
 
 def _put(cache: torch.Tensor, scale: torch.Tensor | None, at: Any, rows: torch.Tensor) -> None:

@@ -10,13 +10,13 @@ import numpy as np
 import torch
 
 from pagedkv.api import GroupSpec, OpSpec, PoolSpec
+from pagedkv.api.torch_streams import Runtime
 from pagedkv_cuda import copies
 from pagedkv_cuda.kernels import arguments
 from pagedkv_cuda.kernels.append import append
 from pagedkv_cuda.kernels.attention import PROGRAMS_EACH, attend, scratch_floats
 from pagedkv_cuda.ops import Ops
 from pagedkv_cuda.path import Arrays, Path, Staged, table_bytes
-from pagedkv_cuda.runtime import Runtime
 
 if TYPE_CHECKING:
     from pagedkv_cuda.plans import CudaPlan

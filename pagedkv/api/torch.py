@@ -41,7 +41,13 @@ _stores: weakref.WeakValueDictionary[str, TCPStore] = weakref.WeakValueDictionar
 
 
 def communicator(
-    backend: str, world: World, ranks: Sequence[int], *, timeout: float = DEFAULT_TIMEOUT, ordered: bool = False
+    backend: str,
+    world: World,
+    ranks: Sequence[int],
+    *,
+    timeout: float = DEFAULT_TIMEOUT,
+    ordered: bool = False,
+    note: str = "",
 ) -> OneRank | TorchCommunicator:
     """Collectives among `ranks` over the torch.distributed backend of this name; all of them call this, in one order.
 
@@ -49,7 +55,8 @@ def communicator(
     `timeout` (seconds) bounds the meeting and every collective; a backend with a queue of its own applies it as
     torch.distributed does. `ordered`: all_reduce adds the ranks' values one by one in the group's order, in float32 for
     narrower dtypes, so that an element's bits depend on its addends alone; the library's own order may follow the
-    tensor's length. Rank 0 hosts the meeting place while one of its communicators is open.
+    tensor's length. Rank 0 hosts the meeting place while one of its communicators is open. `note`: what every failure
+    is told with, as this rank's device and the variables that shape its network.
 
     Raises `ConfigError` (ranks, rendezvous) and `BackendUnavailable` (no such backend here, or ranks that never came).
     """
@@ -61,11 +68,13 @@ def communicator(
     stores = [_hosted(world, host, port)] if world.rank == 0 else []
     try:
         stores.append(_store(host, port, timeout=timedelta(seconds=timeout)))
-        return TorchCommunicator(_join(make, stores[-1], world, group, timeout), group, stores, ordered)
+        made = _join(make, stores[-1], world, group, timeout)
+        return TorchCommunicator(made, group, stores, ordered, _noted(f"rank {world.rank}", timeout, note))
     except RuntimeError as error:
         raise BackendUnavailable(
             f"rank {world.rank} did not meet ranks {group} at {world.rendezvous} within {timeout:g} s: start every "
-            f"rank with this rendezvous, and create communicators in the same order on all of them ({error})"
+            "rank with this rendezvous, and create communicators in the same order on all of them "
+            f"({error}){_noted('', None, note)}"
         ) from error
 
 
@@ -93,12 +102,14 @@ class OneRank:
 class TorchCommunicator:
     """The collectives of one group of ranks. The first `failure` ends it: every later call but `close` raises it."""
 
-    def __init__(self, group: Any, ranks: Sequence[int], stores: Sequence[TCPStore], ordered: bool) -> None:
+    def __init__(
+        self, group: Any, ranks: Sequence[int], stores: Sequence[TCPStore], ordered: bool, told: str = ""
+    ) -> None:
         self.failure: DeviceError | None = None
         self._group: Any = group
         self._ranks = tuple(ranks)
         self._stores = tuple(stores)
-        self._ordered = ordered
+        self._ordered, self._told = ordered, told
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         """The sum over the group, in place."""
@@ -155,9 +166,16 @@ class TorchCommunicator:
         except RuntimeError as error:
             self.failure = DeviceError(
                 f"{name} among ranks {list(self._ranks)} failed, a rank died or fell behind ({error}): "
-                "close this instance, see what the other ranks logged, and start all of them again"
+                f"close this instance, see what the other ranks logged, and start all of them again{self._told}"
             )
             raise self.failure from error
+
+
+def _noted(who: str, timeout: float | None, note: str) -> str:
+    """What stands behind a failure: whose it is, how long it waited, and the backend's own note."""
+    limit = "" if timeout is None else f"time limit {timeout:g} s"
+    said = ", ".join(part for part in (who, limit, note) if part)
+    return f"; {said}" if said else ""
 
 
 def _sum(parts: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -11,10 +11,11 @@ import pytest
 import torch
 
 from pagedkv import LLM
-from tests.backends.cuda.double import POLLS, DelayingRuntime, double
+from tests.backends.cuda.double import DelayingRuntime, double
 from tests.backends.cuda.test_graph import Step, batch
 from tests.backends.cuda.test_pool import spec
 from tests.backends.cuda.test_runtime import filled, values
+from tests.helpers.delaying import POLLS
 from tests.helpers.engine_rig import drained, engine
 from tests.helpers.swap_rig import run, small
 
@@ -147,7 +148,7 @@ def test_a_recording_that_asks_for_a_value_is_refused_and_runs_eagerly(caplog):
 @pytest.fixture
 def installed(tmp_path, monkeypatch):
     """The doubles as an installed distribution."""
-    place = Path(__file__).with_name("kit_run.py")
+    place = Path(__file__).parents[2] / "helpers" / "kit_run.py"
     found = importlib.util.spec_from_file_location("kit_run", place)
     module = importlib.util.module_from_spec(found)
     found.loader.exec_module(module)

@@ -14,10 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from pagedkv.api import World
+from pagedkv.api import World, torch_backend
 from pagedkv.api.errors import BackendUnavailable
 from pagedkv.conformance import loading_child
-from pagedkv_cuda import backend as backend_module
 from tests.backends.cuda.double import double
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -26,7 +25,7 @@ HAZARDS = "test_copy or test_graph or test_plans"
 
 
 def said_by_the_kit(*arguments):
-    command = [sys.executable, str(Path(__file__).with_name("kit_run.py")), "cuda-double", *arguments]
+    command = [sys.executable, str(Path(__file__).parents[2] / "helpers" / "kit_run.py"), "cuda-double", *arguments]
     own = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(command, env=os.environ | own, cwd=ROOT, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-4000:]
@@ -58,11 +57,11 @@ def test_the_real_descriptor_is_light():
 def test_collectives_go_over_the_runtimes_own_library(monkeypatch):
     asked = []
 
-    def refuse(name, world, group):
+    def refuse(name, world, group, *, note):
         asked.append((name, world, list(group)))
         raise BackendUnavailable("not here")
 
-    monkeypatch.setattr(backend_module, "communicator", refuse)
+    monkeypatch.setattr(torch_backend, "communicator", refuse)
     world = World(rank=1, size=2, rendezvous="tcp://127.0.0.1:1")
     made = double(world=world)
     made._runtime.collectives = "nccl"

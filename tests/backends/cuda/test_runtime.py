@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from pagedkv.api import ContractViolation, DeviceError, Event, OutOfDeviceMemory
-from pagedkv_cuda import copies, devices
+from pagedkv.api import ContractViolation, DeviceError, Event, OutOfDeviceMemory, torch_streams
+from pagedkv.api.torch_streams import Buffers
+from pagedkv_cuda import devices
 from pagedkv_cuda import runtime as module
-from pagedkv_cuda.plans import Buffers
 from pagedkv_cuda.runtime import HostRuntime, is_failure
 from tests.backends.cuda.double import DelayingRuntime, double
 from tests.backends.cuda.test_pool import layer, spec
@@ -91,7 +91,7 @@ def device(monkeypatch):
     }
     for name, answer in cuda.items():
         monkeypatch.setattr(torch.cuda, name, answer)
-    monkeypatch.setattr(module, "_cuda", SimpleNamespace(Stream=lambda index: None))
+    monkeypatch.setattr(torch.cuda, "Stream", lambda index: None)
     monkeypatch.setattr(devices, "available", lambda: None if told.available is None else told.available * gib)
     told.runtime = module.CudaRuntime(0)
     return told
@@ -139,7 +139,8 @@ def recording(device, monkeypatch):
         monkeypatch.setattr(torch.cuda, name, answer)
     device.open = []
     side = SimpleNamespace(wait_stream=lambda other: None)
-    monkeypatch.setattr(module, "_cuda", SimpleNamespace(Stream=lambda index: side, device=lambda index: nullcontext()))
+    monkeypatch.setattr(torch.cuda, "Stream", lambda index: side)
+    monkeypatch.setattr(torch.cuda, "device", lambda index: nullcontext())
 
     def record():
         made = device.runtime.capture(lambda: None)
@@ -232,7 +233,7 @@ def test_a_pinned_buffer_is_written_again_only_after_its_last_copy():
 
 
 def test_more_than_a_buffer_holds_is_refused():
-    with pytest.raises(ContractViolation, match="larger than the pool's limits"):
+    with pytest.raises(ContractViolation, match="the pool's limits allow 16"):
         Buffers(HostRuntime(), 16).send({"slots": np.arange(3, dtype=np.int64)})
 
 
@@ -285,7 +286,7 @@ def test_independent_copies_may_run_in_any_order(seed):
     ],
 )
 def test_stretches_that_follow_one_another_are_one_transfer(pairs, runs):
-    assert list(copies._runs(np.array(pairs, np.int64))) == runs
+    assert list(torch_streams._runs(np.array(pairs, np.int64))) == runs
 
 
 def test_what_a_block_of_another_dtype_holds_arrives_bit_for_bit():

@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[3]
 
 
 def test_the_kit_passes() -> None:
-    script = ROOT / "tests" / "backends" / "cuda" / "kit_run.py"
+    script = ROOT / "tests" / "helpers" / "kit_run.py"
     command = [sys.executable, str(script), "jetson-double", "-k", "pool or honesty or loading or costs"]
     own = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(command, env=os.environ | own, cwd=ROOT, capture_output=True, text=True, timeout=300)

@@ -1,4 +1,4 @@
-"""Runs the conformance kit on a double of the CUDA or the Jetson backend, in a process of its own.
+"""Runs the conformance kit on the double of a backend whose hardware is not here, in a process of its own.
 
     python kit_run.py NAME [-k EXPR] [--seed N] [--certificate FILE]
 
@@ -22,14 +22,21 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from pagedkv.conformance.certificate import Certificate
 
-ROOT = Path(__file__).resolve().parents[3]
-DISTRIBUTION = "pagedkv-cuda-doubles"
+ROOT = Path(__file__).resolve().parents[2]
+DISTRIBUTION = "pagedkv-doubles"
 TARGETS = {
     "cuda-double": "tests.backends.cuda.double_descriptor:DOUBLE",
     "cuda-interpreted": "tests.backends.cuda.double_descriptor:INTERPRETED",
     "jetson-double": "tests.backends.jetson.double_descriptor:DoubleDescriptor",
+    "ascend-double": "tests.backends.ascend.double_descriptor:DOUBLE",
 }
-NOTE = "not run on hardware: kit on the double (kernels=torch), kernels under the interpreter"
+NOTES = {
+    "cuda": "not run on hardware: kit on the double (kernels=torch), kernels under the interpreter",
+    "jetson": "not run on hardware: kit on the double (kernels=torch), kernels under the interpreter",
+    "ascend": "not run on hardware: kit on the double, the vendor's operators emulated in float32",
+}
+OPTIONS = {"cuda": {"kernels": "torch"}, "jetson": {"kernels": "torch"}, "ascend": {}}
+"""What the double stands for, besides its own seed."""
 
 
 class Silent:
@@ -62,8 +69,8 @@ def noted(made: Certificate) -> Certificate:
     """The certificate as one of the real backend, which says what it was not run on."""
     real, version = made.backend.partition("-")[0], importlib.metadata.version("pagedkv")
     own = {"backend": real, "distribution": "pagedkv", "version": version}
-    options = {name: value for name, value in made.options.items() if name != "seed"} | {"kernels": "torch"}
-    return dataclasses.replace(made, **own, options=options, note=NOTE)
+    options = {name: value for name, value in made.options.items() if name != "seed"} | OPTIONS[real]
+    return dataclasses.replace(made, **own, options=options, note=NOTES[real])
 
 
 def main(arguments: argparse.Namespace) -> None:

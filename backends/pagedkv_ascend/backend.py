@@ -1,0 +1,83 @@
+"""One Ascend instance of the attention contract."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+
+from pagedkv.api import Batch, Capabilities, OpSpec, Plan, PoolCost, PoolSpec, UnsupportedError, World
+from pagedkv.api.records import Int64
+from pagedkv.api.torch_backend import DeviceBackend
+from pagedkv.api.torch_graphs import Graphs
+from pagedkv.api.torch_streams import copy_rows
+from pagedkv_ascend import limits
+from pagedkv_ascend.attention import Attention, working_bytes
+from pagedkv_ascend.ops import Ops
+from pagedkv_ascend.plans import AscendPlan, Ring, StaticPlan, planned
+from pagedkv_ascend.pool import STATIC_ROWS, AscendPool, pool_cost
+from pagedkv_ascend.runtime import Runtime
+
+
+class AscendBackend(DeviceBackend):
+    """Paged attention by torch-npu's operators on one device. `note`: what failures of collectives are told with."""
+
+    pool_type, plan_type = AscendPool, AscendPlan
+    _runtime: Runtime
+
+    def __init__(
+        self, capabilities: Capabilities, runtime: Runtime, *, world: World | None = None, note: str = ""
+    ) -> None:
+        super().__init__(capabilities, runtime, world)
+        self._attention, self._ops, self._note = Attention(runtime), Ops(), note
+        self._graphs = Graphs(
+            runtime, self._begin, self._mine, partial(StaticPlan, runtime=runtime), StaticPlan, STATIC_ROWS
+        )
+        self._rings: weakref.WeakKeyDictionary[AscendPool, list[Ring]] = weakref.WeakKeyDictionary()
+
+    def against(self, spec: PoolSpec) -> list[str]:
+        return [*super().against(spec), *limits.reasons_against_pool(spec)]
+
+    def make_cost(self, spec: PoolSpec) -> PoolCost:
+        return pool_cost(spec, working_bytes(spec))
+
+    def make_pool(self, spec: PoolSpec, cost: PoolCost) -> AscendPool:
+        if spec.placement == "device":
+            if reasons := limits.reasons_against_size(spec):
+                raise UnsupportedError(reasons)
+            self._attention.settle(spec, self.torch_device)
+        pool = AscendPool(spec, cost, self._runtime)
+        if spec.placement == "device":
+            self._rings[pool] = [Ring(pool, number, self._runtime) for number in range(len(spec.groups))]
+        return pool
+
+    def make_plan(self, pool: AscendPool, group: int, batch: Batch) -> Plan:
+        return planned(pool, group, batch, self._rings[pool][group].next())
+
+    def append(self, plan: AscendPlan, layer: Any, k: torch.Tensor, v: torch.Tensor) -> None:
+        self._attention.append(plan, layer, k, v)
+
+    def rows(self, plan: AscendPlan, layer: Any, tensors: tuple[Any, Any, Any, Any], lse: torch.Tensor | None) -> None:
+        q, k, v, out = tensors
+        self._attention.attend(plan, layer, q, None if k is None else (k, v), out, lse)
+
+    def copy(self, source: AscendPool, target: AscendPool, pairs: Int64) -> Callable[[], None]:
+        staging = self._runtime.staging(pairs.nbytes).view(torch.int64).view(-1, 2)
+        staging.copy_(torch.from_numpy(pairs))
+        planes = source.planes_to(target)
+
+        def work() -> None:
+            for mine, other in planes:
+                copy_rows(mine.view(torch.int32), other.view(torch.int32), staging)
+
+        return work
+
+    def op(self, name: str, spec: OpSpec) -> Callable[..., Any] | None:
+        self._begin()
+        return self._ops.get(name, spec)
+
+    def collectives_note(self) -> str:
+        return self._note
