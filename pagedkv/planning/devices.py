@@ -21,7 +21,8 @@ class Device:
     """One row of devices.toml. Bytes; bandwidth in bytes a second; peak in operations a second by dtype.
 
     `taken`: what is assumed to be in use before the engine starts; `reserve`: what a budget of shared memory leaves the
-    host; `block_size`: what its backend prefers, used while that backend is not installed and cannot be asked.
+    host; `block_size`: what its backend prefers, used while that backend is not installed and cannot be asked; `note`:
+    what a plan for it should say besides.
     """
 
     name: str
@@ -38,6 +39,7 @@ class Device:
     fraction: float | None = None
     reserve: int | None = None
     block_size: int = 16
+    note: str = ""
 
     @property
     def info(self) -> DeviceInfo:

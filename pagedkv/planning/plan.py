@@ -206,8 +206,16 @@ def as_record(plan: Plan) -> dict[str, Any]:
         "sequences": [{"length": length, "fit": count} for length, count in plan.sequences],
         "advice": [dataclasses.asdict(advice) for advice in plan.advice],
         "speed": None if plan.prediction is None else _speed_record(plan.prediction),
-        "notes": [*plan.fit.agreed.choice.notes, *([NOT_BUILT] if plan.ranks > 1 else [])],
+        "notes": [*plan.fit.agreed.choice.notes, *_notes(plan)],
     }
+
+
+def _notes(plan: Plan) -> Iterator[str]:
+    device = plan.fit.target.device
+    if device is not None and device.note:
+        yield device.note
+    if plan.ranks > 1:
+        yield NOT_BUILT
 
 
 def _device_record(plan: Plan) -> dict[str, Any]:

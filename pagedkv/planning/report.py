@@ -35,6 +35,8 @@ def _device(plan: Plan) -> Iterator[tuple[str, str]]:
     yield "memory", f"{show_bytes(memory.total)}, {show_bytes(memory.free)} available{shared}"
     if target.device is not None:
         yield "figures", target.device.source
+        if target.device.note:
+            yield "note", target.device.note
     if plan.ranks > 1:
         yield "ranks", f"{plan.ranks}, of which this is one: {NOT_BUILT}"
 

@@ -59,6 +59,14 @@ def test_the_table_answers_the_questions_in_order(run, llama) -> None:
     assert "random" not in result.output, "nothing of weights that are never made"
 
 
+def test_a_note_of_the_device_is_in_the_table_and_in_the_json(run, llama) -> None:
+    result = run(llama, "--device", "ascend-910b3", "--json", "-q")
+    assert any("128 is the fast block size" in note for note in json.loads(result.stdout)["notes"])
+    lines = run(llama, "--device", "ascend-910b3", "-q").stdout.splitlines()
+    assert any(line.split()[:2] == ["note", "128"] for line in lines)
+    assert not any(line.startswith("note") for line in run(llama, "--device", "rtx-4090", "-q").stdout.splitlines())
+
+
 KEYS = {
     "": "pagedkv model verdict refusal device settings bytes blocks sized_by longest sequences advice speed notes "
     "measured",
