@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Callable
 from functools import partial
@@ -21,6 +22,8 @@ from pagedkv_ascend.plans import AscendPlan, Ring, StaticPlan, planned
 from pagedkv_ascend.pool import STATIC_ROWS, AscendPool, pool_cost
 from pagedkv_ascend.runtime import Runtime
 
+_log = logging.getLogger("pagedkv.backends.ascend")
+
 
 class AscendBackend(DeviceBackend):
     """Paged attention by torch-npu's operators on one device. `note`: what failures of collectives are told with."""
@@ -37,6 +40,7 @@ class AscendBackend(DeviceBackend):
             runtime, self._begin, self._mine, partial(StaticPlan, runtime=runtime), StaticPlan, STATIC_ROWS
         )
         self._rings: weakref.WeakKeyDictionary[AscendPool, list[Ring]] = weakref.WeakKeyDictionary()
+        self._told: set[int] = set()
 
     def against(self, spec: PoolSpec) -> list[str]:
         return [*super().against(spec), *limits.reasons_against_pool(spec)]
@@ -49,10 +53,22 @@ class AscendBackend(DeviceBackend):
             if reasons := limits.reasons_against_size(spec):
                 raise UnsupportedError(reasons)
             self._attention.settle(spec, self.torch_device)
+            self._tell(spec)
         pool = AscendPool(spec, cost, self._runtime)
         if spec.placement == "device":
             self._rings[pool] = [Ring(pool, number, self._runtime) for number in range(len(spec.groups))]
         return pool
+
+    def _tell(self, spec: PoolSpec) -> None:
+        """Say once of a block size that prompts are gathered with it."""
+        sizes = {group.block_size for group in spec.groups if not limits.pages_prompts(group.block_size)}
+        for size in sorted(sizes - self._told):
+            _log.info(
+                "block_size %d: what is cached of a prompt is gathered before its attention; 128 is the fast path, "
+                "which reads it through the block table (so do 256, 384 and 512)",
+                size,
+            )
+        self._told |= sizes
 
     def make_plan(self, pool: AscendPool, group: int, batch: Batch) -> Plan:
         return planned(pool, group, batch, self._rings[pool][group].next())
