@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -55,11 +55,21 @@ def graph_plan(
             _log.info("decode steps are not recorded: %s", why_not)
         return None
     most = min(config.max_num_seqs, ROWS[-1])
-    rows = (*(rows for rows in ROWS if rows < most), most)
-    if can.max_graphs is not None:
-        rows = rows[max(0, len(rows) - can.max_graphs) :]  # large ones serve small steps too
+    rows = spread((*(rows for rows in ROWS if rows < most), most), can.max_graphs)
     wanted = config.max_seq_len_to_capture or can.graph_context or CONTEXT
     return GraphPlan(rows=rows, max_ctx=min(wanted, max_model_len)) if rows else None
+
+
+def spread(sizes: Sequence[int], most: int | None) -> tuple[int, ...]:
+    """At most `most` of the ascending sizes, None for all: the smallest, the largest, and even steps between them.
+
+    A single one is the largest, as it serves small steps too.
+    """
+    if most is None or most >= len(sizes):
+        return tuple(sizes)
+    if most < 2:
+        return tuple(sizes[-1:]) if most else ()
+    return tuple(sizes[round(place * (len(sizes) - 1) / (most - 1))] for place in range(most))
 
 
 def _why_no_graphs(config: EngineConfig, can: Capabilities, features: frozenset[str], model: Decoder) -> str | None:

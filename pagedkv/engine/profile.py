@@ -22,7 +22,10 @@ from pagedkv.models.decoder import Decoder
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """Bytes: `workspace` of the largest step, None where the backend does not count; `graphs` of all recordings."""
+    """Bytes: `workspace` of the largest step, None where the backend does not count; `graphs` of all recordings.
+
+    `graphs` is 0 where there will be none, as not even the largest could be recorded.
+    """
 
     workspace: int | None
     graphs: int
@@ -98,10 +101,12 @@ def nowhere(tokens: int, rows: int, context: int) -> Batch:
 
 
 def _graph_bytes(backend: AttentionBackend, pool: Pool, model: Decoder, plan: GraphPlan, vocab_size: int) -> int:
-    """What all sizes will take: the largest one as it is, every other one like the second largest."""
+    """What all sizes will take: the largest one as it is, every other one like the second largest; 0: none can be."""
     graphs = DecodeGraphs(backend, pool, model, plan, vocab_size)
     try:
         graphs.record(plan.rows[-1:])
+        if not graphs.rows:
+            return 0
         first = graphs.nbytes
         graphs.record(plan.rows[-2:-1])
         return first + (graphs.nbytes - first) * (len(plan.rows) - 1)

@@ -166,6 +166,7 @@ def _load(
     recording = graph_plan(config, backend.capabilities(), choice.features, model, max_model_len)
     if (found := measured(backend, model, spec, recording, vocab_size)) is not None:
         memory = _plan_again(request, memory, found, selected, backend, spec)
+        recording = recording if found.graphs else None
     _log_features(config, choice, memory, max_model_len)
     runner = _runner(backend, dataclasses.replace(spec, num_blocks=memory.num_blocks), model)
     if recording is not None:
