@@ -112,6 +112,10 @@ class Attention:
             if plan.num_singles:
                 rows = slice(0, plan.num_singles) if plan.singles is None else plan.singles
                 result, logs = self._decode(plan, heads, mine[rows], ends)
+                if plan.padding is not None:
+                    unused = plan.padding.bool().unsqueeze(1)
+                    result = result.masked_fill(unused.unsqueeze(2), 0)
+                    logs = logs.masked_fill(unused, 0) if logs is not None else None
                 _store(heads, rows, result, logs, out, lse)
             for prompt in plan.prompts:
                 rows = slice(prompt.first, prompt.first + prompt.count)

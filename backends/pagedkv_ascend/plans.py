@@ -82,6 +82,8 @@ class AscendPlan(Plan):
     views: dict[int | None, View] = field(default_factory=dict)
     prompts: list[Prompt] = field(default_factory=list)
     static: bool = False
+    padding: torch.Tensor | None = None
+    """int8 [rows] of a static plan: 1 for rows without a sequence, whose queries may be anything."""
 
     @property
     def block_size(self) -> int:
@@ -108,7 +110,7 @@ class StaticPlan(AscendPlan):
         """Hold this batch, padded to the shape; None: no sequence at all."""
         arrays, lengths = self._arrays(batch)
         sent = self._buffers.send(arrays)
-        self.slots = sent["slots"]
+        self.slots, self.padding = sent["slots"], sent["padding"]
         for window in self._windows:
             view = self.views.get(window)
             if view is None:
@@ -127,7 +129,8 @@ class StaticPlan(AscendPlan):
             table[:count, : given.shape[1]], contexts[:count] = given, batch.ctx_len[:count]
             written = np.full(rows, -1, np.int64) if batch.slots is None else batch.slots[:rows]
             slots[: len(written)] = np.where(written >= 0, written, slots[: len(written)])
-        arrays: Arrays = {"slots": slots.astype(np.int32)}
+        padding = np.arange(rows) >= (0 if batch is None else batch.num_seqs)
+        arrays: Arrays = {"slots": slots.astype(np.int32), "padding": padding.astype(np.int8)}
         lengths = {}
         for window in self._windows:
             most = columns if window is None else min(columns, blocks_of_window(window, size))

@@ -61,14 +61,14 @@ def _of_pool(spec: PoolSpec, can: Capabilities) -> Iterator[str]:
     yield from _one_of("placement", spec.placement, sorted(can.placements))
     wanted = spec.features.union(*(needs(layer) for group in spec.groups for layer in group.layers))
     for feature in sorted(wanted - can.features):
-        yield from _excluded({"feature": feature}, can)
+        yield from excluded({"feature": feature}, can)
         yield from _one_of("feature", feature, sorted(can.features))
 
 
 def _of_group(group: GroupSpec, spec: PoolSpec, can: Capabilities) -> Iterator[str]:
     yield from _one_of("KV dtype", group.kv_dtype, can.kv_dtypes)
     yield from _within("block size", group.block_size, can.block_sizes)
-    yield from _excluded({"dtype": spec.dtype, "kv_dtype": group.kv_dtype, "block_size": group.block_size}, can)
+    yield from excluded({"dtype": spec.dtype, "kv_dtype": group.kv_dtype, "block_size": group.block_size}, can)
     owners = {layer.index: layer for layer in group.layers if layer.kv_of is None}
     for layer in group.layers:
         yield from (f"layer {layer.index}: {reason}" for reason in _of_layer(layer, owners, can))
@@ -94,7 +94,7 @@ def _of_layer(layer: LayerSpec, owners: Mapping[int, LayerSpec], can: Capabiliti
             yield f"kv_of {layer.kv_of} has other KV heads or dims"
 
 
-def _excluded(given: Mapping[str, Any], can: Capabilities) -> Iterator[str]:
+def excluded(given: Mapping[str, Any], can: Capabilities) -> Iterator[str]:
     """The reasons of exclusions that speak of nothing but what is given."""
     for pattern, reason in can.exclusions:
         if pattern.keys() <= given.keys() and all(_matches(given[key], value) for key, value in pattern.items()):

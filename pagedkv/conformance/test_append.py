@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from pagedkv.api import Capabilities
+from pagedkv.api.checks import excluded
 from pagedkv.conformance.kit import Kit
 from pagedkv.conformance.lattice import PLAIN
 from pagedkv.conformance.rig import TORCH, Rig, Seq
@@ -177,7 +178,8 @@ def _coarser(can: Capabilities) -> list[tuple[str, str]]:
     """(dtype, KV dtype) whose cache rounds: fp32 over half precision first."""
     half = [name for name in PLAIN[1:] if name in can.kv_dtypes]
     pairs = [(dtype, kv) for dtype in can.dtypes for kv in half if dtype == "fp32" or (dtype, kv) == ("fp16", "bf16")]
-    return sorted(pairs, key=lambda pair: pair[0] != "fp32")
+    allowed = [(dtype, kv) for dtype, kv in pairs if not list(excluded({"dtype": dtype, "kv_dtype": kv}, can))]
+    return sorted(allowed, key=lambda pair: pair[0] != "fp32")
 
 
 @pytest.mark.applies.with_args(lambda can: bool(_coarser(can)))
