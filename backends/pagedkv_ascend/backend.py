@@ -5,22 +5,22 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
 
 from pagedkv.api import Batch, Capabilities, OpSpec, Plan, PoolCost, PoolSpec, UnsupportedError, World
+from pagedkv.api.extensions import GraphShape
 from pagedkv.api.records import Int64
 from pagedkv.api.torch_backend import DeviceBackend
 from pagedkv.api.torch_graphs import Graphs
 from pagedkv.api.torch_streams import copy_rows
-from pagedkv_ascend import limits
+from pagedkv_ascend import environment, limits
 from pagedkv_ascend.attention import Attention, working_bytes
 from pagedkv_ascend.ops import Ops
 from pagedkv_ascend.plans import AscendPlan, Ring, StaticPlan, planned
 from pagedkv_ascend.pool import STATIC_ROWS, AscendPool, pool_cost
-from pagedkv_ascend.runtime import Runtime
+from pagedkv_ascend.runtime import Runtime, why_no_recordings
 
 _log = logging.getLogger("pagedkv.backends.ascend")
 
@@ -36,9 +36,7 @@ class AscendBackend(DeviceBackend):
     ) -> None:
         super().__init__(capabilities, runtime, world)
         self._attention, self._ops, self._note = Attention(runtime), Ops(), note
-        self._graphs = Graphs(
-            runtime, self._begin, self._mine, partial(StaticPlan, runtime=runtime), StaticPlan, STATIC_ROWS
-        )
+        self._graphs = Graphs(runtime, self._begin, self._mine, self._static_plan, StaticPlan, STATIC_ROWS)
         self._rings: weakref.WeakKeyDictionary[AscendPool, list[Ring]] = weakref.WeakKeyDictionary()
         self._told: set[int] = set()
 
@@ -50,11 +48,12 @@ class AscendBackend(DeviceBackend):
 
     def make_pool(self, spec: PoolSpec, cost: PoolCost) -> AscendPool:
         if spec.placement == "device":
-            if reasons := limits.reasons_against_size(spec):
-                raise UnsupportedError(reasons)
             self._attention.settle(spec, self.torch_device)
             self._tell(spec)
         pool = AscendPool(spec, cost, self._runtime)
+        if spec.placement == "device" and (reasons := limits.reasons_against_size(spec)):
+            pool.close()  # what does not fit the memory either was told before
+            raise UnsupportedError(reasons)
         if spec.placement == "device":
             self._rings[pool] = [Ring(pool, number, self._runtime) for number in range(len(spec.groups))]
         return pool
@@ -72,6 +71,11 @@ class AscendBackend(DeviceBackend):
 
     def make_plan(self, pool: AscendPool, group: int, batch: Batch) -> Plan:
         return planned(pool, group, batch, self._rings[pool][group].next())
+
+    def _static_plan(self, pool: AscendPool, group: int, shape: GraphShape) -> StaticPlan:
+        if (reason := why_no_recordings()) is not None:
+            raise UnsupportedError(reason)
+        return StaticPlan(pool, group, shape, self._runtime)
 
     def append(self, plan: AscendPlan, layer: Any, k: torch.Tensor, v: torch.Tensor) -> None:
         self._attention.append(plan, layer, k, v)
@@ -97,3 +101,8 @@ class AscendBackend(DeviceBackend):
 
     def collectives_note(self) -> str:
         return self._note
+
+    def collectives_timeout(self) -> float:
+        """`HCCL_CONNECT_TIMEOUT`, where it is set."""
+        given = environment.connect_timeout()
+        return super().collectives_timeout() if given is None else given

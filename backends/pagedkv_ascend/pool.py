@@ -105,13 +105,13 @@ class AscendPool(DevicePool):
     def __init__(self, spec: PoolSpec, cost: PoolCost, runtime: Runtime) -> None:
         super().__init__(spec, cost, runtime)
         self._host: HostMemory | None = None
-        self._release = runtime.release
+        self._memory = runtime.cache_memory()
         self.planes: dict[int, list[torch.Tensor]] = {}
         if spec.placement == "host":
             self._host = runtime.host_memory(spec.num_blocks * cost.per_block)
             return
         try:
-            self._allocate(planes(spec, spec.num_blocks), runtime)
+            self._allocate(planes(spec, spec.num_blocks))
         except OutOfDeviceMemory:
             self.close()
             raise
@@ -121,7 +121,7 @@ class AscendPool(DevicePool):
         self.planes = {}
         if self._host is not None:
             self._host.close()
-        self._release()
+        self._memory.close()
 
     def planes_to(self, other: AscendPool) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Every plane beside that of a pool of equal groups. Raises `UnsupportedError` for pools cut differently."""
@@ -145,12 +145,14 @@ class AscendPool(DevicePool):
             rest = rest[count * size * blocks :]
         self._clear_null()
 
-    def _allocate(self, sizes: dict[int, int], runtime: Runtime) -> None:
+    def _allocate(self, sizes: dict[int, int]) -> None:
+        """Into `planes` one by one: a refusal half way must find no tensor elsewhere, or its memory would not go."""
         wanted = self.spec.num_blocks * self.cost.per_block + self.cost.fixed
         blocks = self.spec.num_blocks + discard_blocks(self.spec)
         for size, count in sizes.items():
-            made = [runtime.device_memory(size * blocks, wanted) for _ in range(count)]
-            self.planes[size] = [plane.view(blocks, size) for plane in made]
+            self.planes[size] = []
+            for _ in range(count):
+                self.planes[size].append(self._memory.take(size * blocks, wanted).view(blocks, size))
         self._clear_null()
 
     def _clear_null(self) -> None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import logging
+import os
 import weakref
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -15,19 +15,53 @@ from pagedkv.api import OutOfDeviceMemory
 from pagedkv.api import torch_streams as streams
 from pagedkv.api.torch_streams import Recording, StreamRuntime, Words, Work
 
-_log = logging.getLogger("pagedkv.backends.ascend")
-
 WORDS = Words(
-    failures=("NPU function error", "NPU error", "ERR00", "HCCL", "EZ9999", "aclrtSynchronize", "aicore exception"),
-    no_memory=("NPU out of memory", "out of memory", "error code is 207001", "aclrtMalloc"),
-    collectives=("HCCL",),
+    failures=(
+        "NPU function error",
+        "OPS function error",
+        "NPU error",
+        "HCCL",
+        "aicore exception",
+        "The Inner error is reported as above",
+        "FORCE STOP",
+        "ECC ERROR",
+        "UCE ERROR",
+        "SUSPECT MEM ERROR",
+        "SUSPECT REMOTE ERROR",
+        "LINK ERROR",
+    ),
+    no_memory=("out of memory", "error code is 207001"),
+    collectives=("HCCL", "Hccl"),
     advice=(
         "start the process again, with ASCEND_LAUNCH_BLOCKING=1 to see which call it was; the plog files under "
         "~/ascend/log say more"
     ),
 )
+"""Source: the texts in libtorch_npu.so of torch-npu 2.13.0, and logs in public reports.
+
+207001 is CANN's code for an allocation that it refuses, of the device as of pinned memory of the host.
+"""
 Task = Callable[[], None]
 """A call with values of the host in it, as lengths of sequences: recorded, it is issued again before each replay."""
+
+
+def why_no_recordings() -> str | None:
+    """One line where the environment rules recordings out."""
+    if os.environ.get("TASK_QUEUE_ENABLE") != "2":
+        return None
+    return "torch-npu records nothing with TASK_QUEUE_ENABLE=2: set it to 1 before the process starts, or leave it out"
+
+
+class CacheMemory(ABC):
+    """Where the tensors of one cache lie."""
+
+    @abstractmethod
+    def take(self, nbytes: int, wanted: int) -> torch.Tensor:
+        """uint8 [nbytes]; the cache needs `wanted` in all. Raises `OutOfDeviceMemory`."""
+
+    def close(self) -> None:
+        """Give back what the tensors, which are gone by now, lay in."""
+        return
 
 
 class Runtime(streams.Runtime):
@@ -36,12 +70,8 @@ class Runtime(streams.Runtime):
     words = WORDS
 
     @abstractmethod
-    def device_memory(self, nbytes: int, wanted: int) -> torch.Tensor:
-        """uint8 [nbytes] of the device for the cache, which needs `wanted` in all. Raises `OutOfDeviceMemory`."""
-
-    def release(self) -> None:
-        """Give back what closed pools held."""
-        return
+    def cache_memory(self) -> CacheMemory:
+        """Memory of the device for one cache."""
 
     @abstractmethod
     def task(self, issue: Task) -> None:
@@ -54,43 +84,25 @@ class Runtime(streams.Runtime):
 
 
 class NpuRuntime(StreamRuntime, Runtime):
-    """One NPU by torch's index. `pooled`: the cache lies in a memory pool of its own."""
+    """One NPU by torch's index. `pooled`: each cache lies in a memory pool of its own."""
 
     collectives = "hccl"
 
     def __init__(self, index: int, *, pooled: bool) -> None:
         super().__init__("npu", index, torch.npu)  # type: ignore[attr-defined]
-        self._pooled, self._pool = pooled, None
+        self._pooled = pooled
+        self._side: Any = None
+        self._graph_memory: Any = None
         self._tasks: NpuRecording | None = None
         self._recordings: weakref.WeakSet[NpuRecording] = weakref.WeakSet()
 
-    def device_memory(self, nbytes: int, wanted: int) -> torch.Tensor:
-        with self._in_pool():
-            try:
-                return torch.empty(nbytes, dtype=torch.uint8, device=self.torch_device)
-            except RuntimeError as error:
-                if not self.words.shortage(error):
-                    raise
-                free, total = self._free_and_total()
-                raise OutOfDeviceMemory(
-                    f"the cache needs {wanted} bytes and {max(0, free)} of {total} are free on {self.torch_device}: "
-                    "give fewer blocks (num_blocks), a smaller context (max_model_len), or end what else uses the "
-                    "device (npu-smi info lists it)",
-                    requested=wanted,
-                    free=max(0, free),
-                ) from error
+    def cache_memory(self) -> CacheMemory:
+        return NpuCacheMemory(self, self._module, self._pooled)
 
-    def release(self) -> None:
-        """The pool ends with its last tensor; torch keeps nothing of it for others."""
-        self._pool = None
-
-    def _in_pool(self) -> AbstractContextManager[Any]:
-        if not self._pooled:
-            return nullcontext()
-        if self._pool is None:
-            self._pool = self._module.MemPool()
-        made: AbstractContextManager[Any] = self._module.use_mem_pool(self._pool)
-        return made
+    def free_memory(self) -> tuple[int, int]:
+        """(free, total) bytes as the driver says, none below 0."""
+        free, total = self._free_and_total()
+        return max(0, free), max(0, total)
 
     # -- recordings ----------------------------------------------------------------------------------------------------
 
@@ -105,42 +117,97 @@ class NpuRuntime(StreamRuntime, Runtime):
             self._tasks.take(issue)
 
     def capture(self, work: Work) -> Recording:
+        if self._side is None:  # one for all recordings, as a device has few streams
+            self._side = self._module.Stream(self._index)
         with self.here():
             self._warm_up(work)
+        if not any(one.open for one in self._recordings):
+            self._graph_memory = self._module.graph_pool_handle()  # what the closed ones shared is gone with them
         self._module.empty_cache()
         before = self._module.memory_reserved(self._index)
-        made = self._tasks = NpuRecording(self._module)
-        try:
-            with self.device(), self._module.graph(made.graph):  # a capture that is refused is no failure of the device
-                work()
-        finally:
-            self._tasks = None
+        made = NpuRecording(self._module, self._side)
+        self._record(made, work)
         made.nbytes = max(0, self._module.memory_reserved(self._index) - before)
         self._recordings.add(made)
         return made
+
+    def _record(self, made: NpuRecording, work: Work) -> None:
+        """Not `here`: a capture that is refused is no failure of the device."""
+        module = self._module
+        self._tasks = made
+        try:
+            with (
+                self.device(),
+                module.stream(module.current_stream(self._index)),  # the way back: a failed capture leaves its own
+                module.graph(made.graph, pool=self._graph_memory),
+            ):
+                work()
+        finally:
+            self._tasks = None
 
     def _recorded(self) -> int:
         return sum(one.nbytes for one in self._recordings if one.open)
 
     def _warm_up(self, work: Work) -> None:
-        """Run it outside of a recording, on a stream of its own, so that operators are compiled before."""
-        current, side = self._module.current_stream(self._index), self._module.Stream(self._index)
-        side.wait_stream(current)
-        with self._module.stream(side):
+        """Run it outside of a recording, on another stream, so that operators are loaded before."""
+        current = self._module.current_stream(self._index)
+        self._side.wait_stream(current)
+        with self._module.stream(self._side):
             work()
-        current.wait_stream(side)
+        current.wait_stream(self._side)
+
+
+class NpuCacheMemory(CacheMemory):
+    """A pool on torch-npu's interface, whose memory goes back to the driver with it; or torch-npu's common memory."""
+
+    def __init__(self, runtime: NpuRuntime, module: Any, pooled: bool) -> None:
+        self._runtime, self._module, self._pooled = runtime, module, pooled
+        self._pool: Any = None
+        self._taken = 0
+
+    def take(self, nbytes: int, wanted: int) -> torch.Tensor:
+        runtime = self._runtime
+        with self._inside():
+            try:
+                made = torch.empty(nbytes, dtype=torch.uint8, device=runtime.torch_device)
+            except RuntimeError as error:
+                if not runtime.words.shortage(error):
+                    raise
+                free, total = runtime.free_memory()
+                free += self._taken  # the cache's own share is no other's
+                raise OutOfDeviceMemory(
+                    f"the cache needs {wanted} bytes and {free} of {total} are free on {runtime.torch_device}: give "
+                    "fewer blocks (num_blocks), a smaller context (max_model_len), or end what else uses the device "
+                    "(npu-smi info lists it)",
+                    requested=wanted,
+                    free=free,
+                ) from error
+        self._taken += nbytes
+        return made
+
+    def close(self) -> None:
+        self._pool = None
+
+    def _inside(self) -> AbstractContextManager[Any]:
+        if not self._pooled:
+            return nullcontext()
+        if self._pool is None:
+            self._pool = self._module.MemPool()
+        made: AbstractContextManager[Any] = self._module.use_mem_pool(self._pool)
+        return made
 
 
 class NpuRecording(Recording):
     """An NPU graph. Calls with host values are groups of tasks in it, each behind an event that its update records.
 
+    `updates`: the stream on which they are issued again.
+
     Source: the pages of graph_task_group_begin and graph_task_update_begin in the documents of Ascend/op-plugin.
     """
 
-    def __init__(self, module: Any) -> None:
-        self._module = module
+    def __init__(self, module: Any, updates: Any) -> None:
+        self._module, self._updates = module, updates
         self.graph = module.NPUGraph()
-        self._updates = module.Stream()
         self._tasks: list[tuple[Any, Any, Task]] = []
         self.open = True
 
@@ -154,6 +221,7 @@ class NpuRecording(Recording):
         self._tasks.append((self._module.graph_task_group_end(stream), event, issue))
 
     def replay(self) -> None:
+        self._updates.wait_stream(self._module.current_stream())  # the last replay may not have read its lengths yet
         with self._module.stream(self._updates):
             for handle, event, issue in self._tasks:
                 self._module.graph_task_update_begin(self._updates, handle)
@@ -178,8 +246,8 @@ class HostRuntime(streams.HostRuntime, Runtime):
     def __init__(self) -> None:
         self._recording = False
 
-    def device_memory(self, nbytes: int, wanted: int) -> torch.Tensor:
-        return streams.allocated(nbytes)
+    def cache_memory(self) -> CacheMemory:
+        return HostCacheMemory()
 
     @property
     def recording(self) -> bool:
@@ -194,3 +262,10 @@ class HostRuntime(streams.HostRuntime, Runtime):
             return super().capture(work)
         finally:
             self._recording = False
+
+
+class HostCacheMemory(CacheMemory):
+    """The host's own."""
+
+    def take(self, nbytes: int, wanted: int) -> torch.Tensor:
+        return streams.allocated(nbytes)

@@ -41,7 +41,7 @@ from pagedkv.api.records import (
     PoolSpec,
     World,
 )
-from pagedkv.api.torch import DTYPES, OneRank, TorchCommunicator, communicator
+from pagedkv.api.torch import DEFAULT_TIMEOUT, DTYPES, OneRank, TorchCommunicator, communicator
 from pagedkv.api.torch_checks import check_call, checked_lse
 from pagedkv.api.torch_graphs import Graphs
 from pagedkv.api.torch_streams import Runtime, check_not_recording
@@ -269,13 +269,23 @@ class DeviceBackend(AttentionBackend):
     def communicator(self, group: Sequence[int]) -> OneRank | TorchCommunicator:
         self._begin()
         with self._runtime.here():
-            made = communicator(self._runtime.collectives, self._world, group, note=self.collectives_note())
+            made = communicator(
+                self._runtime.collectives,
+                self._world,
+                group,
+                timeout=self.collectives_timeout(),
+                note=self.collectives_note(),
+            )
         self._communicators.append(made)
         return made
 
     def collectives_note(self) -> str:
         """What a failure of the collectives is told with: this rank's device and what shapes its network."""
         return ""
+
+    def collectives_timeout(self) -> float:
+        """Seconds that ranks wait for each other when they meet, and in a collective."""
+        return DEFAULT_TIMEOUT
 
     def extension(self, name: str) -> Any | None:
         self._begin()
