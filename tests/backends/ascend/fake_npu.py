@@ -131,6 +131,7 @@ class FakeNpu:
         self.recorded: Graph | None = None
         self.refused_capture: RuntimeError | None = None
         self.graph_bytes = 0
+        self.capture_stream: Stream | None = None
         self.current = self.compute = Stream(self, "compute")
         self._pool = self.pools["common"]
 
@@ -250,7 +251,7 @@ class FakeNpu:
         self.graph_pools.append(pool)
         self.empty_cache()
         before, self.recorded = self.current, graph
-        self.current = self.Stream()
+        self.current = self.capture_stream = self.capture_stream or self.Stream()
         try:
             yield
         finally:
