@@ -42,7 +42,7 @@ generate() { # NAME OPTIONS...   greedy ids, $OUT/NAME.jsonl
 environment() { # CANN's variables, where they are not set
   local script
   [ -z "${ASCEND_HOME_PATH:-}" ] || return 0
-  for script in /usr/local/Ascend/ascend-toolkit/set_env.sh /usr/local/Ascend/nnal/atb/set_env.sh; do
+  for script in /usr/local/Ascend/{ascend-toolkit,cann,nnal/atb}/set_env.sh; do
     if [ -f "$script" ]; then set +u; . "$script"; set -u; fi
   done
 }
