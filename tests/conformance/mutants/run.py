@@ -9,6 +9,7 @@ The cases that a mutant is to fail are run on its base too, installed the same w
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import io
 import json
@@ -73,8 +74,9 @@ def run(name: str, folder: Path, cases: Iterable[str]) -> Cases:
     subject = Subject(name)
     gatherer = Gatherer(subject)
     (folder / "pytest.ini").write_text("[pytest]\n")
-    quiet = ["-p", "no:cacheprovider", "-p", "no:faulthandler", "--noconftest", "-W", "ignore", "--tb=short"]
+    quiet = ["-p", "no:cacheprovider", "-p", "no:faulthandler", "--noconftest", "-W", "ignore", "--tb=native"]
     where = ["-c", str(folder / "pytest.ini"), "--rootdir", str(ROOT)]
+    gc.freeze()  # pytest ends with full collections: what is loaded by now need not be looked through every time
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         code = pytest.main([*quiet, *where, *(str(HERE / case) for case in cases)], plugins=[plugin, gatherer])
     with contextlib.suppress(Exception):  # it is broken, maybe here too
