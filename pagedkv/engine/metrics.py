@@ -40,6 +40,7 @@ class PoolMetrics:
 class EngineMetrics:
     """Requests by state and blocks by level now; counters since start; the price of bringing tokens back.
 
+    `block_size`: tokens of a block, as it was given or the backend prefers it.
     `replayed_steps` are those of `steps` that a recording served. `preemptions` counts all of them, `swaps` those whose
     blocks went to host memory; `blocks_saved` and `blocks_fetched` were copied to the host and back. `copy_bandwidth`
     is in bytes a second, `prefill_rate` in tokens a second; from `break_even_tokens` on, copying is cheaper than
@@ -50,6 +51,7 @@ class EngineMetrics:
     waiting: int
     swapped: int
     loading: int
+    block_size: int
     device: PoolMetrics
     host: PoolMetrics
     steps: int
@@ -76,6 +78,7 @@ def metrics_of(scheduler: Scheduler, stats: EngineStats, replays: int) -> Engine
         waiting=len(scheduler.waiting),
         swapped=len(scheduler.swapped),
         loading=len(scheduler.loading),
+        block_size=scheduler.config.block_size,
         device=PoolMetrics.of(tiers.device, on_device),
         host=PoolMetrics.of(tiers.host, on_host),
         steps=stats.steps,
