@@ -14,7 +14,10 @@ from pagedkv_ascend.devices import DriverMissing, Npu
 from pagedkv_ascend.limits import Chip
 
 NO_DRIVER = "no driver of Ascend NPUs is installed: install it, or choose another backend"
-NONE_VISIBLE = "the driver lists no NPU that this process may see: look at npu-smi info"
+NONE_VISIBLE = "the driver lists no NPU: look at npu-smi info"
+UNNAMED = "the driver does not tell its chip: update the NPU driver"
+NEAREST = "910B3"
+"""The chip whose limits are taken for one that is not in the table."""
 POOL = Option.of(
     name="use_ascend_memory_pool",
     type=bool,
@@ -43,9 +46,9 @@ class AscendDescriptor(Descriptor):
         except ValueError as error:
             return (_unusable("none visible", str(error)),)
         if not found:
-            return (_unusable("none visible", NONE_VISIBLE),)
-        against = packages.why_no_torch_npu() or packages.why_no_triton() or packages.why_no_cann(self._root)
-        return tuple(device_info(number, npu, against) for number, npu in enumerate(found))
+            return (_unusable("no NPU", NONE_VISIBLE),)
+        against, note = packages.against(self._root), packages.why_not_this_set()
+        return tuple(device_info(index, npu, against, note) for index, npu in enumerate(found))
 
     def describe(self, device: DeviceInfo) -> Capabilities:
         return declared(chip_of(device))
@@ -53,10 +56,11 @@ class AscendDescriptor(Descriptor):
     def create(self, device: int, options: Mapping[str, Any], world: World) -> AttentionBackend:
         found = self.probe()
         info = next((one for one in found if one.index == device), None)
-        if info is None or (info.score == 0 and info.reason):
-            raise BackendUnavailable(f"NPU {device}: {info.reason if info else 'there is none'}")
-        if reason := why_no_map(device, world, len(found)):
+        if info is None or not info.score:
+            raise BackendUnavailable(f"NPU {device}: {info.reason if info else _none_of(found)}")
+        if reason := why_no_map(device, world, found):
             raise BackendUnavailable(reason)
+        environment.profile(options)  # what cannot be is said before torch is loaded
         from pagedkv_ascend.opening import open_backend
 
         return open_backend(device, chip_of(info), options, world=world)
@@ -65,43 +69,63 @@ class AscendDescriptor(Descriptor):
         return diagnose.report(self._root)
 
 
-def device_info(number: int, npu: Npu, against: str | None) -> DeviceInfo:
-    """An NPU as the core sees it; `against`: what speaks against every NPU here."""
-    found = limits.chip(npu.chip)
-    series = found.series if found else "of no series known here"
-    if found is not None and not found.attention:
-        score, reason = 0, f"the {series} has no npu_fused_infer_attention_score: choose backend cpu"
-    elif against:
-        score, reason = 0, against
-    elif found is None:
-        score, reason = limits.GENERIC, "generic: the limits of Atlas A2 are taken for it"
-    else:
-        score, reason = limits.NATIVE, f"native, {series}"
-    kind = f"Ascend{npu.chip}, {series}"
-    return DeviceInfo.of(index=number, kind=kind, total=npu.total, free=npu.free, score=score, reason=reason)
+def device_info(index: int, npu: Npu, against: str | None, note: str | None = None) -> DeviceInfo:
+    """An NPU as the core sees it; `against`: what speaks against every NPU here, `note`: what is worth a word."""
+    chip = limits.chip(npu.chip)
+    score, reason = _judged(npu, chip, against)
+    if score and note:
+        reason = f"{reason}; {note}"
+    series = chip.series if chip else "of no series known here"
+    kind = f"Ascend{npu.chip}, {series}" if npu.chip else "Ascend, chip unknown"
+    return DeviceInfo.of(index=index, kind=kind, total=npu.total, free=npu.free, score=score, reason=reason)
+
+
+def _judged(npu: Npu, chip: Chip | None, against: str | None) -> tuple[int, str]:
+    """(score, why)."""
+    if npu.against or not npu.chip:
+        return 0, npu.against or UNNAMED
+    if chip is not None and not chip.attention:
+        return 0, f"the {chip.series} has no npu_fused_infer_attention_score: choose backend cpu"
+    if against:
+        return 0, against
+    if chip is None:
+        return limits.GENERIC, f"generic: it is in no table here, the limits of {_nearest().series} are taken for it"
+    return limits.NATIVE, f"native, {chip.series}"
 
 
 def chip_of(device: DeviceInfo) -> Chip:
-    """The row of a device's chip; that of Atlas A2 for one that is not in the table."""
-    named = re.match(r"Ascend(\S+?),", device.kind)
-    found = limits.chip(named[1] if named else "") or limits.chip("910B3")
+    """The row of a device's chip, or that of the nearest one."""
+    named = re.match(r"Ascend(\S+),", device.kind)
+    return (limits.chip(named[1]) if named else None) or _nearest()
+
+
+def _nearest() -> Chip:
+    found = limits.chip(NEAREST)
     if found is None:
-        raise BackendUnavailable("limits.toml has no row for the chip 910B3: install pagedkv again")
+        raise BackendUnavailable(f"limits.toml has no row for the chip {NEAREST}: install pagedkv again")
     return found
 
 
-def why_no_map(device: int, world: World, count: int) -> str | None:
-    """One line unless each rank has a device of its own: rank r the r-th visible one."""
+def why_no_map(device: int, world: World, found: tuple[DeviceInfo, ...]) -> str | None:
+    """One line unless each rank has a device of its own that can be used: rank r the r-th visible one."""
     if world.size == 1:
         return None
-    if world.size > count:
+    if world.size > len(found):
         return (
-            f"{world.size} ranks need {world.size} NPUs and {count} are visible: set {environment.VISIBLE}, or lower "
-            "tensor_parallel_size"
+            f"{world.size} ranks need {world.size} NPUs and {len(found)} are visible: set {environment.VISIBLE}, or "
+            f"lower tensor_parallel_size to {len(found)}"
         )
     if device != world.rank:
-        return f"rank {world.rank} was given NPU {device}: rank r takes the r-th visible NPU, set {environment.VISIBLE}"
-    return None
+        return (
+            f"rank {world.rank} was given NPU {device}, and rank r takes the r-th visible NPU: choose others with "
+            f"{environment.VISIBLE}, leave device unset"
+        )
+    unusable = next((one for one in found[: world.size] if not one.score), None)
+    return None if unusable is None else f"NPU {unusable.index}, which rank {unusable.index} needs: {unusable.reason}"
+
+
+def _none_of(found: tuple[DeviceInfo, ...]) -> str:
+    return f"there is none, the last one is {found[-1].index}: choose with device=N"
 
 
 def _unusable(kind: str, reason: str) -> DeviceInfo:

@@ -6,8 +6,9 @@ import functools
 import ipaddress
 import logging
 import os
+import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,45 +23,49 @@ ALLOCATOR = "PYTORCH_NPU_ALLOC_CONF"
 EXPANDABLE = "expandable_segments"
 COLLECTIVES = ("HCCL_IF_IP", "HCCL_SOCKET_IFNAME", "HCCL_CONNECT_TIMEOUT", "HCCL_EXEC_TIMEOUT", VISIBLE)
 """What shapes how ranks meet, and so is named where they do not."""
+INTERFACES = re.compile(r"\^?=?[^\s,^=]+(,[^\s,^=]+)*")
+
+_applied: dict[str, str] = {}
+"""What this process has set for an option: not the user's, though it stands in the environment."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Variable:
-    """One row of the table. `type`: int, word, text, address, devices or allocator; among, least, most: its range."""
+    """One row of the table, or one key of the allocator's. `type`: int, number, word, text, or one that has a form.
+
+    among, least, most: its range. `option`: the backend option that stands for it. `source`: where it is documented.
+    """
 
     name: str
     type: str
-    help: str
+    help: str = ""
+    source: str = ""
     option: str = ""
     default: str = ""
-    among: tuple[Any, ...] = ()
-    least: int | None = None
-    most: int | None = None
+    among: tuple[str, ...] = ()
+    least: float | None = None
+    most: float | None = None
     read_at_import: bool = False
 
     def why_not(self, text: str) -> str | None:
         """One line when the variable cannot have this value."""
-        if self.type == "devices":
-            return why_not_devices(text)
-        if self.type == "allocator":
-            return why_not_allocator(text)
-        if self.type == "address":
-            return _why_no_address(text)
-        if self.type == "int":
+        if self.type in _FORMS:
+            return _FORMS[self.type](text)
+        if self.type in ("int", "number"):
             return self._why_no_number(text)
         if self.among and text not in self.among:
-            return f"it is one of {', '.join(self.among)}"
+            return f"it is {spell(self.among)}"
         return None
 
     def _why_no_number(self, text: str) -> str | None:
-        if not text.strip().lstrip("-").isdigit():
-            return "it is a whole number"
-        number = int(text)
-        if self.among and number not in self.among:
-            return f"it is one of {', '.join(map(str, self.among))}"
-        if self.least is not None and self.most is not None and not self.least <= number <= self.most:
-            return f"it is {self.least} to {self.most}"
-        return None
+        number = _number(text, whole=self.type == "int")
+        if number is None:
+            return f"it is a {'whole ' if self.type == 'int' else ''}number"
+        if self.among and text not in self.among:
+            return f"it is {spell(self.among)}"
+        if (self.least is None or number >= self.least) and (self.most is None or number <= self.most):
+            return None
+        return f"it is {self.least:g} or more" if self.most is None else f"it is {self.least:g} to {self.most:.12g}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,19 +84,23 @@ class Profile:
     settings: tuple[Setting, ...]
 
     def apply(self) -> None:
-        """Set what options ask for, where the user's environment has nothing."""
+        """Set what options ask for, where the environment has nothing."""
         for one in self.settings:
-            if one.whose != "pagedkv":
+            name = one.variable.name
+            if one.whose != "pagedkv" or name in os.environ:
                 continue
             if one.variable.read_at_import and "torch_npu" in sys.modules:
                 _log.warning(
-                    "%s=%s comes too late: torch-npu reads it when it is loaded, and something else has loaded it; set "
-                    "it before the process starts",
-                    one.variable.name,
+                    "%s=%s comes too late: torch-npu reads it when it is loaded, and it is loaded already; set it "
+                    "before the process starts",
+                    name,
                     one.value,
                 )
-            os.environ[one.variable.name] = one.value
-            _log.info("%s=%s, from %s", one.variable.name, one.value, one.variable.option)
+            os.environ[name] = _applied[name] = one.value
+            _log.info("%s=%s, set for the backend option %s", name, one.value, one.variable.option)
+
+
+# -- the table ---------------------------------------------------------------------------------------------------------
 
 
 @functools.cache
@@ -107,12 +116,18 @@ def table() -> dict[str, Any]:
 @functools.cache
 def variables() -> tuple[Variable, ...]:
     """Every row of the table."""
-    return tuple(_variable(dict(row)) for row in table()["variable"])
+    return tuple(map(_variable, table()["variable"]))
 
 
-def _variable(row: dict[str, Any]) -> Variable:
-    at_import = row.pop("import", False)
-    return Variable(**{**row, "among": tuple(row.get("among", ())), "read_at_import": at_import})
+@functools.cache
+def allocator_keys() -> dict[str, Variable]:
+    """What the allocator's variable may hold, by key."""
+    return {row["name"]: _variable(row) for row in table()["allocator"]["key"]}
+
+
+def _variable(row: Mapping[str, Any]) -> Variable:
+    plain = {name: value for name, value in row.items() if name not in ("among", "import")}
+    return Variable(**plain, among=tuple(row.get("among", ())), read_at_import=row.get("import", False))
 
 
 def options() -> tuple[Option, ...]:
@@ -120,7 +135,7 @@ def options() -> tuple[Option, ...]:
     return tuple(
         Option.of(
             name=one.option,
-            type=int if one.type == "int" else str,
+            type=int if one.type in ("int", "number") else str,
             default=None,
             help=f"{one.name}: {one.help}",
             aliases=(one.name,),
@@ -130,9 +145,17 @@ def options() -> tuple[Option, ...]:
     )
 
 
+# -- what holds --------------------------------------------------------------------------------------------------------
+
+
 def profile(given: Mapping[str, Any]) -> Profile:
     """The variables as they are and as options ask for. Raises `ConfigError` for a value that cannot be."""
-    return Profile(settings=tuple(_setting(one, given.get(one.option) if one.option else None) for one in variables()))
+    settings = tuple(_setting(one, given.get(one.option) if one.option else None) for one in variables())
+    held = {one.variable.name: one.value for one in settings if one.whose != "default"}
+    for row in table()["apart"]:
+        if all(held.get(name) == value if value else name in held for name, value in row["settings"].items()):
+            raise ConfigError(f"{row['why']}: unset {list(row['settings'])[-1]}, or leave its option out")
+    return Profile(settings=settings)
 
 
 def _setting(variable: Variable, asked: Any) -> Setting:
@@ -141,20 +164,21 @@ def _setting(variable: Variable, asked: Any) -> Setting:
         _check(variable, own, f"{variable.name}={own!r}", f"unset {variable.name}, or correct it")
     if asked is not None:
         _check(variable, str(asked), f"backend option {variable.option}={asked!r}", "correct it, or leave it out")
-    if own is not None and asked is not None and own != str(asked):
+    if own is None:
+        whose = "default" if asked is None else "pagedkv"
+        return Setting(variable=variable, value=variable.default if asked is None else str(asked), whose=whose)
+    ours = _applied.get(variable.name) == own
+    if asked is not None and own != str(asked):
         _log.warning(
-            "%s=%s of your environment stays, the backend option %s=%s is left aside: unset the one or leave the other "
-            "out",
+            "%s=%s of %s stays, the backend option %s=%s is left aside: %s",
             variable.name,
             own,
+            "an earlier backend in this process" if ours else "your environment",
             variable.option,
             asked,
+            "start another process for it" if ours else f"unset {variable.name}, or leave the option out",
         )
-    if own is not None:
-        return Setting(variable=variable, value=own, whose="yours")
-    if asked is not None:
-        return Setting(variable=variable, value=str(asked), whose="pagedkv")
-    return Setting(variable=variable, value=variable.default, whose="default")
+    return Setting(variable=variable, value=own, whose="pagedkv" if ours else "yours")
 
 
 def _check(variable: Variable, value: str, shown: str, way_out: str) -> None:
@@ -162,47 +186,79 @@ def _check(variable: Variable, value: str, shown: str, way_out: str) -> None:
         raise ConfigError(f"{shown}: {reason}; {way_out}")
 
 
+def expandable_segments() -> bool:
+    """Whether the allocator's settings turn expandable segments on."""
+    return allocator(os.environ.get(ALLOCATOR, "")).get(EXPANDABLE) == "True"
+
+
+def collectives_note(device: int) -> str:
+    """What a failure of collectives is told with: the device, and the variables that shape how ranks meet."""
+    said = [f"NPU {device}"]
+    said += [f"{name}={os.environ.get(name, 'not set')}" for name in COLLECTIVES]
+    return ", ".join(said)
+
+
+def connect_timeout() -> float | None:
+    """Seconds that the environment gives ranks to meet; None where it does not say."""
+    return _number(os.environ.get("HCCL_CONNECT_TIMEOUT", ""), whole=True)
+
+
 # -- the types that have a form ----------------------------------------------------------------------------------------
 
 
+def spell(words: tuple[str, ...]) -> str:
+    """ "0, 1 or 2"."""
+    return f"{', '.join(words[:-1])} or {words[-1]}" if len(words) > 1 else words[0]
+
+
+def _number(text: str, *, whole: bool) -> float | None:
+    form = r"-?\d+" if whole else r"-?\d+(\.\d+)?"
+    return float(text) if re.fullmatch(form, text, re.ASCII) else None
+
+
 def listed(text: str) -> list[int]:
-    """The devices of a list "0,1,3" or with ranges "0-3". Raises `ValueError` for what is none."""
-    found: list[int] = []
+    """The devices of a list "0,1,3". Raises `ValueError` for an item that is none."""
     for item in text.split(","):
-        first, dash, last = item.strip().partition("-")
-        if not first.isdigit() or (dash and not last.isdigit()):
-            raise ValueError(f"{item.strip() or 'an empty item'!s} is no device number")
-        found += range(int(first), int(last if dash else first) + 1)
-    return found
+        if not re.fullmatch(r"\d+", item, re.ASCII):
+            raise ValueError(repr(item) if item else "an empty item")
+    return [int(item) for item in text.split(",")]
 
 
 def why_not_devices(text: str) -> str | None:
-    """One line when a list of devices cannot be."""
-    if not text.strip():
-        return None
+    """One line when a list of devices cannot be; CANN reads up to the first thing it cannot, and says nothing.
+
+    Source: the page of ASCEND_RT_VISIBLE_DEVICES in CANN's documents: numbers and commas alone, ascending.
+    """
+    if not text:
+        return "it names no NPU"
     try:
         found = listed(text)
     except ValueError as error:
-        return f"{error}, it is numbers with commas between, as 0,1"
+        return f"{error} is no number of an NPU, it is a list like 0,1,3 without blanks or ranges"
     twice = sorted({one for one in found if found.count(one) > 1})
-    return f"it names {', '.join(map(str, twice))} twice, each rank needs a device of its own" if twice else None
+    if twice:
+        return f"it names {', '.join(map(str, twice))} twice, each rank needs an NPU of its own"
+    if found != sorted(found):
+        return "its numbers must ascend, CANN knows no other order"
+    return None
 
 
 def allocator(text: str) -> dict[str, str]:
-    """The allocator's settings, key by key."""
-    pairs = (item.partition(":") for item in text.split(",") if item.strip())
+    """The allocator's settings, key by key; a value in brackets may hold commas."""
+    pairs = (item.partition(":") for item in re.split(r",(?![^\[]*\])", text) if item.strip())
     return {key.strip(): value.strip() for key, _, value in pairs}
 
 
 def why_not_allocator(text: str) -> str | None:
     """One line when the allocator's settings cannot be."""
-    found = allocator(text)
-    known: Sequence[str] = table()["allocator"]["keys"]
-    unknown = [key for key in found if key not in known]
-    if unknown or not all(found.values()):
-        return f"{', '.join(unknown) or text!s} is no key:value of torch-npu's; it knows {', '.join(known)}"
+    found, known = allocator(text), allocator_keys()
+    if unknown := [key for key in found if key not in known]:
+        return f"torch-npu's allocator has no setting {', '.join(unknown)}, its settings are {', '.join(known)}"
+    for key, value in found.items():
+        if reason := known[key].why_not(value) if value else f"write {key}:VALUE":
+            return f"{key}:{value}: {reason}" if value else f"{key} has no value, {reason}"
     excluded = [key for key in table()["allocator"]["excluded"] if key in found]
-    if found.get(EXPANDABLE, "").lower() == "true" and excluded:
+    if found.get(EXPANDABLE) == "True" and excluded:
         return f"{EXPANDABLE}:True excludes {', '.join(excluded)}"
     return None
 
@@ -215,19 +271,15 @@ def _why_no_address(text: str) -> str | None:
     return None
 
 
-def expandable_segments() -> bool:
-    """Whether the user's allocator settings turn expandable segments on."""
-    return allocator(os.environ.get(ALLOCATOR, "")).get(EXPANDABLE, "").lower() == "true"
+def _why_no_interfaces(text: str) -> str | None:
+    if INTERFACES.fullmatch(text):
+        return None
+    return "it is beginnings of network interfaces, eth,enp; names behind =; behind ^ those that are left out"
 
 
-def collectives_note(device: int) -> str:
-    """What a failure of collectives is told with: the device, and the variables that shape how ranks meet."""
-    said = [f"NPU {device}"]
-    said += [f"{name}={os.environ.get(name, 'not set')}" for name in COLLECTIVES]
-    return ", ".join(said)
-
-
-def connect_timeout() -> float | None:
-    """Seconds that the user gives ranks to meet; None where the environment does not say."""
-    text = os.environ.get("HCCL_CONNECT_TIMEOUT", "")
-    return float(text) if text.isdigit() else None
+_FORMS = {
+    "devices": why_not_devices,
+    "allocator": why_not_allocator,
+    "address": _why_no_address,
+    "interfaces": _why_no_interfaces,
+}
