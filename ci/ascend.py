@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """What torch-npu's own wheels say, with no NPU and no CANN at hand: `make ascend-check`.
 
-    schemas    every operator that the Ascend backend calls or plans for, as the libraries in the wheels spell it, against
-               tests/backends/ascend/schemas; --refresh writes those files anew
+    schemas    every operator that the Ascend backend calls or plans for, as the libraries in the wheels spell it,
+               against tests/backends/ascend/schemas; --refresh writes those files anew
 
 Nothing of Ascend runs here: names, types and shapes are checked, never numbers.
 """

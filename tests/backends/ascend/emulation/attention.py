@@ -66,7 +66,7 @@ def _attention(call: Call, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, se
     heads, queries = q.shape[:2]
     if not k.shape[1]:
         return torch.zeros(heads, queries, v.shape[-1]), torch.full((heads, queries, 1), -torch.inf)
-    grouped = q.view(len(k), -1, q.shape[-1])
+    grouped = q.reshape(len(k), -1, q.shape[-1])
     scores = (grouped @ k.transpose(1, 2)).view(heads, queries, -1) * call.scale
     if seen is not None:
         scores = scores.masked_fill(~seen, HIDDEN)
