@@ -325,6 +325,15 @@ def _connect(model: Any) -> Port:
     return port
 
 
+def _check_halves(model: Any, dtype: torch.dtype) -> None:
+    """`ModelError` for a module left in the other half precision: it may convert on its own, where a device cannot."""
+    halves = {torch.bfloat16, torch.float16} - {dtype}
+    left = next((name for name, parameter in model.named_parameters() if parameter.dtype in halves), None)
+    if left is not None:
+        own, wanted = (str(one).removeprefix("torch.") for one in (model.get_parameter(left).dtype, dtype))
+        raise ModelError(f"{left} is left in {own} where the model runs in {wanted}; convert it, or choose dtype {own}")
+
+
 @torch.inference_mode()
 def _logits(model: Any, ids: Tensor, positions: Tensor, rows: Tensor | None, **named: Any) -> Tensor:
     """Logits [n, V] of the tokens `rows` of one packed row of ids [1, T]."""
@@ -514,6 +523,7 @@ class BridgedDecoder:
         report = progress or (lambda done, total: None)
         report(0, 1)
         model = checkpoint.build(torch_dtype(dtype))
+        _check_halves(model, torch_dtype(dtype))
         if dtype == "fp16" and not all(bool(p.isfinite().all()) for p in model.parameters()):
             raise ModelError("the weights exceed the range of float16; choose dtype bfloat16 or float32")
         decoder = cls(checkpoint.config, model.to(backend.torch_device))

@@ -1,4 +1,4 @@
-"""U115: a device without bf16: auto converts with a line, bf16 by name is refused early, a module left in it is found."""
+"""U115: a device without bf16: auto converts with a line, bf16 by name is refused, a module left in it is found."""
 
 from __future__ import annotations
 
