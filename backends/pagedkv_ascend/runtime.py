@@ -268,4 +268,7 @@ class HostCacheMemory(CacheMemory):
     """The host's own."""
 
     def take(self, nbytes: int, wanted: int) -> torch.Tensor:
-        return streams.allocated(nbytes)
+        try:
+            return streams.allocated(nbytes)
+        except OutOfDeviceMemory as error:
+            raise OutOfDeviceMemory(f"the cache needs {wanted} bytes: {error}", requested=wanted) from error
