@@ -19,7 +19,7 @@ from pagedkv_ascend import environment, limits
 from pagedkv_ascend.attention import Attention, working_bytes
 from pagedkv_ascend.ops import Ops
 from pagedkv_ascend.plans import AscendPlan, Ring, StaticPlan, planned
-from pagedkv_ascend.pool import STATIC_ROWS, AscendPool, pool_cost
+from pagedkv_ascend.pool import STATIC_ROWS, AscendPool, discard_blocks, pool_cost
 from pagedkv_ascend.runtime import Runtime, why_no_recordings
 
 _log = logging.getLogger("pagedkv.backends.ascend")
@@ -51,7 +51,7 @@ class AscendBackend(DeviceBackend):
             self._attention.settle(spec, self.torch_device)
             self._tell(spec)
         pool = AscendPool(spec, cost, self._runtime)
-        if spec.placement == "device" and (reasons := limits.reasons_against_size(spec)):
+        if spec.placement == "device" and (reasons := limits.reasons_against_size(spec, discard_blocks(spec))):
             pool.close()  # what does not fit the memory either was told before
             raise UnsupportedError(reasons)
         if spec.placement == "device":

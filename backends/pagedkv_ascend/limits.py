@@ -95,14 +95,14 @@ def _of_layer(layer: LayerSpec) -> Iterator[str]:
         yield f"{layer.q_heads} query heads cannot share {layer.kv_heads} KV heads evenly, as the operator wants it"
 
 
-def reasons_against_size(spec: PoolSpec) -> list[str]:
-    """The same of its number of blocks."""
+def reasons_against_size(spec: PoolSpec, more: int) -> list[str]:
+    """The same of its number of blocks, with so many `more` behind them in each tensor."""
     most = table()["attention"]["elements"]
     found = []
     for group in spec.groups:
         for layer in group.layers:
-            if layer.kv_of is None and parts(layer, group, spec.num_blocks) is None:
-                least = most // (group.block_size * width(layer))
+            if layer.kv_of is None and parts(layer, group, spec.num_blocks + more) is None:
+                least = most // (group.block_size * width(layer)) - more
                 found.append(
                     f"layer {layer.index}: {spec.num_blocks} blocks make a tensor of one KV head larger than the "
                     f"operator's {most} elements: give at most {least} blocks (num_blocks)"

@@ -58,6 +58,11 @@ def discard_blocks(spec: PoolSpec) -> int:
     return max(-(-min(STATIC_ROWS, max(1, spec.limits.rows)) // group.block_size) for group in spec.groups)
 
 
+def blocks_of(spec: PoolSpec) -> int:
+    """Blocks of a pool's tensors: its own, and those for discards."""
+    return spec.num_blocks + discard_blocks(spec)
+
+
 def pool_cost(spec: PoolSpec, working: int) -> PoolCost:
     """Exact bytes of a pool. `fixed`: alignment; on the device also `working` memory, and the blocks for discards."""
     per_block = sum(size * count for size, count in planes(spec, 1).items())
@@ -111,7 +116,7 @@ class AscendPool(DevicePool):
             self._host = runtime.host_memory(spec.num_blocks * cost.per_block)
             return
         try:
-            self._allocate(planes(spec, spec.num_blocks))
+            self._allocate(planes(spec, blocks_of(spec)))
         except OutOfDeviceMemory:
             self.close()
             raise
@@ -148,7 +153,7 @@ class AscendPool(DevicePool):
     def _allocate(self, sizes: dict[int, int]) -> None:
         """Into `planes` one by one: a refusal half way must find no tensor elsewhere, or its memory would not go."""
         wanted = self.spec.num_blocks * self.cost.per_block + self.cost.fixed
-        blocks = self.spec.num_blocks + discard_blocks(self.spec)
+        blocks = blocks_of(self.spec)
         for size, count in sizes.items():
             self.planes[size] = []
             for _ in range(count):
@@ -172,7 +177,7 @@ class AscendPool(DevicePool):
             yield Layer(spec=spec, group=number, block_size=group.block_size, parts=parts, sinks=sinks)
 
     def _parts(self, spec: LayerSpec, group: GroupSpec, free: dict[int, Iterator[torch.Tensor]]) -> Iterator[Part]:
-        count = limits.parts(spec, group, self.spec.num_blocks) or 1
+        count = limits.parts(spec, group, blocks_of(self.spec)) or 1
         heads, size = spec.kv_heads // count, plane_bytes(spec, group, count)
         for number in range(count):
             keys, values = (
