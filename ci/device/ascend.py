@@ -42,6 +42,7 @@ TOLERANCE = {"fp16": 2e-3, "bf16": 2e-2}
 """Largest difference from float64 for values of a normal distribution, rounded to the type on the way."""
 FLAT, BY_HEAD = "blocks, size, heads x dim", "blocks, heads, size, dim"
 OPERATORS = ("npu_scatter_pa_kv_cache", "npu_rms_norm", "npu_rotary_mul", "npu_swiglu", V1["op"], V2["op"])
+SIZES = (512, 256, 128, 64, 32, 16, 24)
 REFUSED = 300
 """Characters of a refusal that are kept."""
 
@@ -196,7 +197,7 @@ def compared(out: torch.Tensor, case: Paged, dtype: str) -> Answer:
 
 def pages(device: str) -> Iterator[Answer]:
     """Documented sizes must be right; of the others the answer says what they do."""
-    asks = [(size, queries) for size in (512, 256, 128, 64, 32, 16, 24) for queries in (1, 5)]
+    asks = [(size, queries) for size in SIZES for queries in (1, 5)]
     for size, queries in sorted(asks, key=lambda one: not _documented(*one)):
         known = _documented(size, queries)
         for answer in everywhere(_pages, device, size, queries):

@@ -5,6 +5,7 @@ The questions are put to stand-ins for the operators, on the processor: nothing 
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import json
 import os
@@ -22,6 +23,9 @@ from click.testing import CliRunner
 
 from pagedkv.api import MemoryInfo, OutOfDeviceMemory, PoolSpec
 from pagedkv.cli import main as cli
+from pagedkv_ascend.runtime import HostRuntime
+from tests.backends.ascend.double import double
+from tests.backends.ascend.emulation import operators
 
 FOLDER = Path(__file__).resolve().parents[3] / "ci" / "device"
 SCRIPT = FOLDER / "ascend.sh"
@@ -240,7 +244,8 @@ def test_block_sizes_documented_first_and_refusals_kept(ask) -> None:
     assert all(one["right"] and one["ok"] for one in answers if one["size"] >= 128)
 
 
-def test_wrong_numbers_are_no_rounding(ask) -> None:
+def test_wrong_numbers_are_no_rounding(ask, script, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(script, "SIZES", (128, 24))
     assert all(one["right"] for one in ask("tnd"))
     assert not any(one["right"] for one in ask("tnd", wrong=0.1))
     assert not any(one["ok"] for one in ask("pages", wrong=float("nan")) if one["documented"])
@@ -250,6 +255,38 @@ def test_tnd_that_is_refused_is_an_answer(ask) -> None:
     answers = ask("tnd", tnd=False)
     assert len(answers) == 2 * 2 * 2
     assert all(one["refused"] == "TND with a block table is not supported" for one in answers)
+
+
+def test_under_the_real_schemas_the_questions_are_well_put(script, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Emulation: documented sizes are right in both forms of the operator, others are refused by its rules."""
+    operators.install()
+    monkeypatch.setattr(script, "SIZES", (128, 32, 24))
+    answers = {name: list(script.QUESTIONS[name]("cpu")) for name in ("band", "pages", "tnd")}
+    assert {one["op"] for one in answers["band"]} == {script.V1["op"], script.V2["op"]}
+    assert {one["reading"] for one in answers["band"]} == {"keys from q - pre_tokens on"}
+    for name in ("band", "pages"):
+        assert all(one["ok"] for one in answers[name]), name
+    assert {one["size"] for one in answers["pages"] if "refused" in one and one["queries"] == 5} == {24, 32}
+    assert all("refused" in one or one["right"] for one in answers["tnd"])
+    with operators.emulated(inclusive=False):
+        assert {one["reading"] for one in script.band("cpu")} == {"pre_tokens counts the query's own"}
+
+
+class Unrecorded(HostRuntime):
+    """Refuses to record."""
+
+    def capture(self, work: Any) -> Any:
+        raise RuntimeError("capture is not supported")
+
+
+def test_a_replay_beside_the_eager_step_and_a_step_that_is_not_recorded(script, monkeypatch) -> None:
+    monkeypatch.syspath_prepend(str(FOLDER))
+    monkeypatch.setattr(importlib.import_module("measure"), "best", lambda backend, run, calls: 1.0)
+    for runtime, ok in ((HostRuntime, True), (Unrecorded, False)):
+        monkeypatch.setattr(script, "created", lambda runtime=runtime, **options: double(runtime=runtime()))
+        answers = list(script.graph("cpu"))
+        assert [(one["rows"], one["ok"]) for one in answers] == [(1, ok), (8, ok)]
+        assert all(bool(one["unrecorded"]) is not ok and one["worst"] < 1e-2 for one in answers)
 
 
 class Host:
