@@ -62,15 +62,23 @@ def triangle(device: str) -> torch.Tensor:
     return torch.ones(side, side, dtype=torch.int8).triu_(1).to(device)
 
 
-def everywhere(ask: Callable[..., Answer], *given: Any) -> Iterator[Answer]:
-    """The question put to each form of the operator and each dtype; a refusal is an answer too."""
+def everywhere(ask: Callable[..., Answer], device: str, *given: Any) -> Iterator[Answer]:
+    """The question put to each form of the operator and each dtype; a refusal that the device survives is an answer."""
     for names in (V1, V2):
         for dtype in TOLERANCE if hasattr(torch.ops.npu, names["op"]) else ():
+            said = {"op": names["op"], "dtype": dtype}
             try:
-                answer = ask(names, dtype, *given)
+                found = ask(names, dtype, device, *given)
             except RuntimeError as error:
-                answer = {"refused": str(error).strip()[:REFUSED]}
-            yield {"op": names["op"], "dtype": dtype} | answer
+                yield said | {"refused": str(error).strip()[:REFUSED]}
+                alive(device)
+            else:
+                yield said | found
+
+
+def alive(device: str) -> None:
+    """Raise what torch raises where the device computes nothing any more: what follows would tell of that alone."""
+    torch.ones(1, device=device).add(1).cpu()
 
 
 # -- versions ----------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""docs/backend-guide.md: its backend on a torch device is formatted, runs and is right; its tables name what is there."""
+"""docs/backend-guide.md: its backend on a torch device is clean, runs and is right; its tables name what is there."""
 
 from __future__ import annotations
 

@@ -272,6 +272,18 @@ def test_under_the_real_schemas_the_questions_are_well_put(script, monkeypatch: 
         assert {one["reading"] for one in script.band("cpu")} == {"pre_tokens counts the query's own"}
 
 
+def test_a_device_that_does_not_survive_a_call_ends_the_question(script, monkeypatch: pytest.MonkeyPatch) -> None:
+    def gone(device: str) -> None:
+        raise RuntimeError("NPU error: 507015")
+
+    monkeypatch.setattr(script, "alive", gone)
+    monkeypatch.setattr(script, "torch", _Torch(SimpleNamespace(**{script.V1["op"]: Operator(tnd=False)})))
+    answers = script.tnd("cpu")
+    assert "refused" in next(answers), "what was said before is kept"
+    with pytest.raises(RuntimeError, match="507015"):
+        next(answers)
+
+
 class Unrecorded(HostRuntime):
     """Refuses to record."""
 
