@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 CPP := $(wildcard backends/pagedkv_cpu/csrc/*.h backends/pagedkv_cpu/csrc/*.cpp ci/isa/*.h ci/isa/*.cpp ci/bench/*.cpp)
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: help demo test lint types bench bench-kernels bench-swap peers compare eval certify support mutants isa aot interpret-all cuda-kernels tiles clean setup
+.PHONY: help demo test lint types bench bench-kernels bench-swap peers compare eval certify support mutants isa aot ascend-check interpret-all cuda-kernels tiles clean setup
 help:  ## show the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
 
@@ -74,6 +74,9 @@ isa: $(VENV)/.dev  ## the C++ tests of the CPU kernels: sanitizers, instructions
 aot: $(VENV)/.dev  ## every kernel for CUDA compiled for every target, with no card: registers, spills, shared memory, instructions
 	mkdir -p bench-results
 	$(BIN)/python ci/aot.py --jobs 2 --json bench-results/aot.json
+
+ascend-check: $(VENV)/.dev  ## what torch-npu's own wheels say of every call that the Ascend backend makes; 250 MB of them once
+	OMP_NUM_THREADS=1 $(BIN)/python ci/ascend.py all
 
 build/triton-%/.installed: | $(VENV)/.dev
 	rm -rf build/triton-$*
