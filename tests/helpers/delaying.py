@@ -143,7 +143,7 @@ class Operators(Recording):
 
     def __init__(self, work: Callable[[], None], runtime: Delaying) -> None:
         self._calls: list[Callable[[], None]] = []
-        self._listening = _Listening(self._calls)
+        self._listening = Listening(self._calls)
         runtime.operators = self
         try:
             with self._listening:
@@ -169,7 +169,7 @@ class Operators(Recording):
         self._calls = []
 
 
-class _Listening(TorchDispatchMode):
+class Listening(TorchDispatchMode):
     """Notes each operator that computes; views need no noting, as their tensors stay where they are.
 
     `to`, `reshape` and their like are views only where they need no copy.
@@ -177,14 +177,14 @@ class _Listening(TorchDispatchMode):
 
     def __init__(self, calls: list[Callable[[], None]]) -> None:
         super().__init__()
-        self._calls, self.paused = calls, False
+        self.calls, self.paused = calls, False
 
     def __torch_dispatch__(self, operator: Any, types: Any, given: Any = (), named: Any = None) -> Any:
         if operator._schema.name.partition("::")[2] in ASKING:
             raise RuntimeError(f"operation not permitted when stream is capturing ({operator})")
         results = operator(*given, **(named or {}))
         if not self.paused and not (operator.is_view and all(map(_same_memory(given[0]), tree_leaves(results)))):
-            self._calls.append(partial(_again, operator, given, named or {}, results))
+            self.calls.append(partial(_again, operator, given, named or {}, results))
         return results
 
 

@@ -2,7 +2,8 @@
 
     streams   every piece of `work` knows what must have ended before it: `before` asks
     memory    `empty` takes tensors of "npu:0" from a pool, which keeps what they leave until the pool itself goes
-    graphs    a replay that would wait for an event that nobody has recorded is an error, as it would never end
+    graphs    hold operators on tensors; those of a group of tasks are the last update's. A replay that would wait for
+              an event that nobody has recorded is an error, as it would never end
 
 Source of the names and of their order: torch-npu 2.13.0, and the pages of Ascend/op-plugin on graph_task_group_begin
 and graph_task_update_begin. It shows how the backend calls them, nothing of what an NPU does.
@@ -17,6 +18,8 @@ from typing import Any
 
 import pytest
 import torch
+
+from tests.helpers.delaying import Listening
 
 REFUSED = (
     "NPU out of memory. Tried to allocate {} bytes (NPU 0; 64.00 GiB total capacity; 59.36 GiB already allocated; "
@@ -84,11 +87,26 @@ class ExternalEvent:
         self.recorded, self.known = True, stream.known
 
 
+Calls = list[Callable[[], None]]
+
+
+class Group:
+    """A group of tasks: the operators of its last update."""
+
+    def __init__(self) -> None:
+        self.calls: Calls = []
+
+    def run(self) -> None:
+        for call in self.calls:
+            call()
+
+
 class Graph:
-    """A recording: groups of tasks by their handles, and the events that it waits for."""
+    """A recording: operators, among them groups of tasks, and the events that it waits for."""
 
     def __init__(self, npu: FakeNpu) -> None:
         self.npu, self.open = npu, True
+        self.calls: Calls = []
         self.events: list[ExternalEvent] = []
         npu.graphs.append(self)
 
@@ -99,9 +117,12 @@ class Graph:
             event.recorded = False
             self.npu.current.known |= event.known
         self.npu.current.run(f"replay {len(self.npu.ran)}")
+        with torch.inference_mode():
+            for call in self.calls:
+                call()
 
     def reset(self) -> None:
-        self.open = False
+        self.open, self.calls = False, []
 
 
 class MemPool:
@@ -129,6 +150,8 @@ class FakeNpu:
         self.graphs: list[Graph] = []
         self.graph_pools: list[Any] = []
         self.recorded: Graph | None = None
+        self._listening: Listening | None = None
+        self._group = Group()
         self.refused_capture: RuntimeError | None = None
         self.graph_bytes = 0
         self.capture_stream: Stream | None = None
@@ -252,10 +275,12 @@ class FakeNpu:
         self.empty_cache()
         before, self.recorded = self.current, graph
         self.current = self.capture_stream = self.capture_stream or self.Stream()
+        self._listening = Listening(graph.calls)
         try:
-            yield
+            with self._listening:
+                yield
         finally:
-            self.recorded = None
+            self.recorded = self._listening = None
             if self.refused_capture is not None:
                 raise self.refused_capture
             self.current = before
@@ -266,18 +291,29 @@ class FakeNpu:
         return self.recorded
 
     def graph_task_group_begin(self, stream: Stream) -> None:
-        assert stream is self.current and self.recorded is not None
+        assert stream is self.current and self._listening is not None
         self.said("group_begin", stream)
+        self._group = Group()
+        self._listening.calls = self._group.calls
 
-    def graph_task_group_end(self, stream: Stream) -> str:
+    def graph_task_group_end(self, stream: Stream) -> Group:
+        assert self._listening is not None
         self.said("group_end", stream)
-        return f"handle {len(self.calls)}"
+        self.capturing().calls.append(self._group.run)
+        self._listening.calls = self.capturing().calls
+        return self._group
 
-    def graph_task_update_begin(self, stream: Stream, handle: str) -> None:
-        assert stream is self.current and self.recorded is None and handle.startswith("handle")
+    def graph_task_update_begin(self, stream: Stream, group: Group) -> None:
+        assert stream is self.current and self._listening is None
         self.said("update_begin", stream)
+        group.calls = []
+        self._listening = Listening(group.calls)
+        self._listening.__enter__()
 
     def graph_task_update_end(self, stream: Stream) -> None:
+        assert self._listening is not None
+        self._listening.__exit__(None, None, None)
+        self._listening = None
         self.said("update_end", stream)
 
 

@@ -1,12 +1,27 @@
-"""Recordings on a stand-in for torch.npu: the vendor's order of calls, their streams and memory, and refusals."""
+"""Recordings on a stand-in for torch.npu: the vendor's order of calls, their streams and memory, and refusals.
+
+The whole backend records there too, its operators emulated: what a replay computes from what the host knows by then.
+"""
 
 from __future__ import annotations
 
-import pytest
+from functools import partial
 
+import pytest
+import torch
+
+from pagedkv.api import LayerSpec, UnsupportedError
+from pagedkv.api.extensions import GraphShape
+from pagedkv.core.step import padded
+from pagedkv_ascend import limits
+from pagedkv_ascend.backend import AscendBackend
+from pagedkv_ascend.capabilities import declared
 from pagedkv_ascend.runtime import NpuRuntime, why_no_recordings
 from tests.backends.ascend import fake_npu
+from tests.backends.ascend.emulation import operators
 from tests.backends.ascend.fake_npu import FakeNpu
+from tests.backends.ascend.pools import layer, spec
+from tests.backends.ascend.sequences import Sequences, batch
 
 TASK = ["event.wait", "event.reset", "group_begin", "group_end"]
 UPDATE = ["update_begin", "update_end", "event.record"]
@@ -26,12 +41,12 @@ class Step:
         self.issued: list[tuple[str, int, str]] = []
 
     def __call__(self) -> None:
-        for layer in ("first", "second"):
-            self.runtime.task(lambda layer=layer: self.issue(layer))  # type: ignore[misc]
+        for name in ("first", "second"):
+            self.runtime.task(partial(self.issue, name))
 
-    def issue(self, layer: str) -> None:
-        self.issued.append((layer, self.length, self.npu.current.name))
-        self.npu.work(f"{layer} {len(self.issued)}")
+    def issue(self, name: str) -> None:
+        self.issued.append((name, self.length, self.npu.current.name))
+        self.npu.work(f"{name} {len(self.issued)}")
 
 
 @pytest.fixture
@@ -58,8 +73,8 @@ def test_the_lengths_of_a_replay_are_those_of_its_time(npu: FakeNpu, step: Step)
     for length in (5, 6):
         step.length = length
         recording.replay()
-    assert [(layer, length) for layer, length, _ in step.issued] == [
-        (layer, length) for length in (5, 6) for layer in ("first", "second")
+    assert [(name, length) for name, length, _ in step.issued] == [
+        (name, length) for length in (5, 6) for name in ("first", "second")
     ]
 
 
@@ -77,7 +92,7 @@ def test_an_update_waits_for_the_replay_before_it_and_the_replay_for_its_update(
 
 def test_outside_of_a_recording_a_call_is_made_at_once_and_once(npu: FakeNpu, step: Step) -> None:
     step()
-    assert [layer for layer, _, _ in step.issued] == ["first", "second"] and not npu.calls
+    assert [name for name, _, _ in step.issued] == ["first", "second"] and not npu.calls
     assert not step.runtime.recording
 
 
@@ -133,3 +148,76 @@ def test_task_queue_enable_2_rules_recordings_out_in_one_line(value: str, monkey
     assert (reason is not None) == (value == "2")
     if reason is not None:
         assert "TASK_QUEUE_ENABLE=2" in reason and "set it to 1" in reason and "\n" not in reason
+
+
+# -- a step of the backend ---------------------------------------------------------------------------------------------
+
+
+class Decode:
+    """Recorded decode of up to four rows over their own blocks, and float64 beside it."""
+
+    def __init__(self, npu: FakeNpu, one: LayerSpec, size: int) -> None:
+        operators.install()
+        chip = limits.chip("910B3")
+        assert chip is not None
+        runtime = NpuRuntime(0, pooled=True)
+        runtime.torch_device = "cpu"
+        self.backend = AscendBackend(declared(chip), runtime)
+        self.graphs = self.backend.extension("graph")
+        self.rows = Sequences(self.backend, spec(one, block_size=size, num_blocks=9), [40, 30, 20])
+        self.plan = self.graphs.static_plan(self.rows.pool, 0, GraphShape(rows=4, tokens=4, max_ctx=64))
+        self.q, self.k, self.v = (
+            torch.zeros(4, heads, 32, dtype=torch.float16) for heads in (one.q_heads, one.kv_heads, one.kv_heads)
+        )
+        self.out = torch.full_like(self.q, torch.nan)
+        self.graph = self.graphs.capture(self.attend, [self.plan])
+
+    def attend(self) -> None:
+        self.backend.attend(self.plan, 0, self.q, self.k, self.v, self.out)
+
+    def replay(self, done: list[int]) -> list[torch.Tensor]:
+        """The token after `done` of the first rows."""
+        count = len(done)
+        for target, many in ((self.q, self.rows.q), (self.k, self.rows.k), (self.v, self.rows.v)):
+            for row, at in enumerate(done):
+                target[row] = many[row][at]
+        step = batch([(at + 1, 1) for at in done], size=self.rows.size)
+        self.graphs.refresh(self.plan, padded(step, 4))
+        self.out.fill_(torch.nan)
+        self.graph.replay()
+        assert bool((self.out[count:] == 0).all()), "rows without a sequence"
+        return list(self.out[:count].split(1))
+
+
+@pytest.mark.parametrize("size", [32, 128])
+@pytest.mark.parametrize("window", [None, 5])
+def test_a_replay_computes_from_the_lengths_and_tensors_of_its_time(
+    npu: FakeNpu, size: int, window: int | None
+) -> None:
+    decode = Decode(npu, layer(window=window), size)
+    decode.rows.check(decode.rows.step([0, 0, 0], [20, 10, 5]), [0, 0, 0])
+    for done in ([20, 10, 5], [21, 11], [22, 12, 6], [23]):
+        decode.rows.check(decode.replay(done), done)
+    assert [call for call, _ in npu.calls].count("replay") == 4
+    decode.graph.close()
+    assert not any(graph.open for graph in npu.graphs)
+
+
+def test_a_recording_that_is_refused_runs_eagerly_with_the_same_results(
+    npu: FakeNpu, caplog: pytest.LogCaptureFixture
+) -> None:
+    npu.refused_capture = RuntimeError("capture_end:NPUGraph.cpp:240 NPU function error: error code is 207008")
+    decode = Decode(npu, layer(), 32)
+    assert "could not be captured into a graph and runs eagerly" in caplog.text and "207008" in caplog.text
+    decode.rows.step([0], [20])
+    decode.rows.check(decode.replay([20]), [20])
+    assert not npu.calls.count(("replay", "compute"))
+
+
+def test_with_task_queue_enable_2_nothing_is_recorded_and_the_reason_is_told(
+    npu: FakeNpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TASK_QUEUE_ENABLE", "2")
+    with pytest.raises(UnsupportedError, match="TASK_QUEUE_ENABLE=2"):
+        Decode(npu, layer(), 32)
+    assert not npu.graphs
