@@ -10,9 +10,11 @@ from click.testing import CliRunner
 from packaging.requirements import Requirement
 
 from pagedkv import plugins
-from pagedkv.api.errors import BackendLoadError
+from pagedkv.api.errors import BackendLoadError, BackendUnavailable
 from pagedkv.cli.main import pagedkv
 from pagedkv.plugins.requirements import satisfies, unmet
+from pagedkv_ascend.descriptor import AscendDescriptor
+from tests.backends.ascend import machine
 from tests.helpers.plugin_dists import descriptor, install
 
 HERE = importlib.metadata.version("torch")
@@ -73,3 +75,16 @@ def test_u109_core_has_no_upper_pin_on_torch():
 )
 def test_u109_a_build_counts_as_the_release_it_names(version, wanted, fits):
     assert satisfies(version, wanted) is fits
+
+
+def test_u109_the_ascend_backend_says_both_versions(tmp_path, monkeypatch):
+    """What the extension pins is its own, so that the backend itself compares, before anything is loaded."""
+    machine.bare(monkeypatch)
+    monkeypatch.delenv("PAGEDKV_BACKEND", raising=False)
+    monkeypatch.setattr(AscendDescriptor.__init__, "__defaults__", (machine.driver(tmp_path),))
+    machine.installed(monkeypatch, torch=HERE, torch_npu="0.1.0")
+    with pytest.raises(BackendUnavailable) as caught:
+        plugins.select("ascend")
+    assert f"torch-npu 0.1.0 is made for torch 0.1, torch {HERE} is installed: pip install 'torch==0.1.*'" in str(
+        caught.value
+    )
