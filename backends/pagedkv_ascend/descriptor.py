@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,6 +13,8 @@ from pagedkv_ascend import devices, diagnose, environment, limits, packages
 from pagedkv_ascend.capabilities import declared
 from pagedkv_ascend.devices import DriverMissing, Npu
 from pagedkv_ascend.limits import Chip
+
+_log = logging.getLogger("pagedkv.backends.ascend")
 
 NO_DRIVER = "no driver of Ascend NPUs is installed: install it, or choose another backend"
 NONE_VISIBLE = "the driver lists no NPU: look at npu-smi info"
@@ -61,6 +64,8 @@ class AscendDescriptor(Descriptor):
         if reason := why_no_map(device, world, found):
             raise BackendUnavailable(reason)
         environment.profile(options)  # what cannot be is said before torch is loaded
+        if note := packages.why_not_this_set():
+            _log.warning("%s: see `pagedkv doctor --backend ascend`", note)
         from pagedkv_ascend.opening import open_backend
 
         return open_backend(device, chip_of(info), options, world=world)

@@ -23,6 +23,7 @@ ALLOCATOR = "PYTORCH_NPU_ALLOC_CONF"
 EXPANDABLE = "expandable_segments"
 COLLECTIVES = ("HCCL_IF_IP", "HCCL_SOCKET_IFNAME", "HCCL_CONNECT_TIMEOUT", "HCCL_EXEC_TIMEOUT", VISIBLE)
 """What shapes how ranks meet, and so is named where they do not."""
+YOURS, OURS, DEFAULT = "yours", "set by pagedkv", "default"
 INTERFACES = re.compile(r"\^?=?[^\s,^=]+(,[^\s,^=]+)*")
 
 _applied: dict[str, str] = {}
@@ -70,7 +71,7 @@ class Variable:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """A variable's value and whose it is: "yours" in the environment, "pagedkv" by an option, "default"."""
+    """A variable's value and whose it is: `YOURS` by the environment, `OURS` by an option, `DEFAULT` of its reader."""
 
     variable: Variable
     value: str
@@ -87,7 +88,7 @@ class Profile:
         """Set what options ask for, where the environment has nothing."""
         for one in self.settings:
             name = one.variable.name
-            if one.whose != "pagedkv" or name in os.environ:
+            if one.whose != OURS or name in os.environ:
                 continue
             if one.variable.read_at_import and "torch_npu" in sys.modules:
                 _log.warning(
@@ -151,7 +152,7 @@ def options() -> tuple[Option, ...]:
 def profile(given: Mapping[str, Any]) -> Profile:
     """The variables as they are and as options ask for. Raises `ConfigError` for a value that cannot be."""
     settings = tuple(_setting(one, given.get(one.option) if one.option else None) for one in variables())
-    held = {one.variable.name: one.value for one in settings if one.whose != "default"}
+    held = {one.variable.name: one.value for one in settings if one.whose != DEFAULT}
     for row in table()["apart"]:
         if all(held.get(name) == value if value else name in held for name, value in row["settings"].items()):
             raise ConfigError(f"{row['why']}: unset {list(row['settings'])[-1]}, or leave its option out")
@@ -165,7 +166,7 @@ def _setting(variable: Variable, asked: Any) -> Setting:
     if asked is not None:
         _check(variable, str(asked), f"backend option {variable.option}={asked!r}", "correct it, or leave it out")
     if own is None:
-        whose = "default" if asked is None else "pagedkv"
+        whose = DEFAULT if asked is None else OURS
         return Setting(variable=variable, value=variable.default if asked is None else str(asked), whose=whose)
     ours = _applied.get(variable.name) == own
     if asked is not None and own != str(asked):
@@ -178,7 +179,7 @@ def _setting(variable: Variable, asked: Any) -> Setting:
             asked,
             "start another process for it" if ours else f"unset {variable.name}, or leave the option out",
         )
-    return Setting(variable=variable, value=own, whose="pagedkv" if ours else "yours")
+    return Setting(variable=variable, value=own, whose=OURS if ours else YOURS)
 
 
 def _check(variable: Variable, value: str, shown: str, way_out: str) -> None:

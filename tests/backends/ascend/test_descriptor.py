@@ -145,11 +145,16 @@ def test_what_speaks_against_all_is_said_of_each(root: Path, good: pytest.Monkey
     assert probed(root) == [(0, line), (0, line)]
 
 
-def test_a_set_that_nobody_names_is_a_word_and_no_refusal(root: Path, good: pytest.MonkeyPatch) -> None:
+def test_a_set_that_nobody_names_is_a_word_and_no_refusal(
+    root: Path, good: pytest.MonkeyPatch, opened: list[Any], caplog: pytest.LogCaptureFixture
+) -> None:
     machine.installed(good, torch="2.10.0+cpu", torch_npu="2.10.0")
     said = "torch-npu 2.10.0 is named for CANN 9.0, CANN 9.1.0 is installed (TorchNPU's COMPATIBILITY.md)"
     assert probed(root)[0] == (80, f"native, Atlas A2; {said}")
     assert AscendDescriptor(root).diagnose()["change versions"] == said
+    AscendDescriptor(root).create(0, {}, World())
+    assert len(opened) == 1
+    assert [r.getMessage() for r in caplog.records] == [f"{said}: see `pagedkv doctor --backend ascend`"]
 
 
 # -- creating ----------------------------------------------------------------------------------------------------------

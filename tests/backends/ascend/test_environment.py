@@ -252,10 +252,10 @@ def test_what_an_option_set_is_not_taken_for_the_users(
 ) -> None:
     clean.setattr(os, "environ", dict(os.environ))
     environment.profile({"task_queue_enable": 2}).apply()
-    assert value(environment.profile({}), "TASK_QUEUE_ENABLE") == ("2", "pagedkv")
+    assert value(environment.profile({}), "TASK_QUEUE_ENABLE") == ("2", environment.OURS)
     later = environment.profile({"task_queue_enable": 0})
     later.apply()
-    assert os.environ["TASK_QUEUE_ENABLE"] == "2" and value(later, "TASK_QUEUE_ENABLE") == ("2", "pagedkv")
+    assert os.environ["TASK_QUEUE_ENABLE"] == "2" and value(later, "TASK_QUEUE_ENABLE") == ("2", environment.OURS)
     assert (
         "TASK_QUEUE_ENABLE=2 of an earlier backend in this process stays, the backend option task_queue_enable=0 is "
         "left aside: start another process for it"
