@@ -1,5 +1,6 @@
 /* A library under the name of the driver's, with two cards of one NPU each, numbered the other way round than the cards.
-   FAKE_* variables change it; built with -DOLD it lacks what drivers before 24.1 lack. */
+   FAKE_* variables change it; built with -DOLD it lacks what drivers before 24.1 lack, with -DEMPTY everything. */
+#ifndef EMPTY
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -46,4 +47,5 @@ int dcmi_get_device_chip_info_v2(int card, int device, chip_v2_t *found) {
   snprintf((char *)found->npu_name, 32, "%s", text("FAKE_NPU_NAME", ""));
   return getenv("FAKE_NO_V2") ? UNSUPPORTED : chip(&found->chip, card);
 }
+#endif
 #endif

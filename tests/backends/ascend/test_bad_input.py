@@ -16,8 +16,10 @@ import pytest
 from click.testing import CliRunner
 
 from pagedkv import LLM, plugins
+from pagedkv.api import DeviceInfo, LayerSpec
 from pagedkv.api.errors import BackendUnavailable, ConfigError, UnsupportedError
 from pagedkv.cli.main import pagedkv
+from pagedkv.core.negotiation import Requirements, negotiate
 from pagedkv.diagnosis.findings import command_in
 from pagedkv_ascend.capabilities import SOFTCAP
 from pagedkv_ascend.descriptor import AscendDescriptor
@@ -230,6 +232,19 @@ def softcapped(home: Path) -> Path:
     """A model with a softcap, by its configuration alone."""
     (home / "config.json").write_text(json.dumps({**SHAPE, **FAMILIES["gemma2"]}))
     return home
+
+
+@pytest.mark.parametrize("kind", ["Ascend310P3, Atlas inference series", "Ascend910A, Atlas training series"])
+def test_u115_a_chip_without_bf16_converts_by_itself_and_refuses_it_by_name(kind: str) -> None:
+    """By what `describe` offers: no instance opens on these chips."""
+    can = AscendDescriptor().describe(DeviceInfo.of(index=0, kind=kind))
+    layers = (LayerSpec(index=0, q_heads=8, kv_heads=2, k_dim=64, v_dim=64, scale=0.125),)
+    choice = negotiate(can, Requirements(layers=layers, checkpoint_dtype="bf16"), backend="ascend")
+    said = "dtype fp16: the checkpoint's bf16 is not available on ascend, so the preferred one of ascend"
+    assert (choice.dtype, choice.block_size) == ("fp16", 32) and said in choice.notes
+    with pytest.raises(UnsupportedError) as raised:
+        negotiate(can, Requirements(layers=layers, dtype="bf16"), backend="ascend")
+    assert raised.value.reasons[0] == "backend ascend does not support dtype='bf16'; accepted: fp16"
 
 
 @pytest.mark.parametrize(

@@ -149,6 +149,11 @@ def test_a_library_that_is_none(tmp_path: Path, fake: pytest.MonkeyPatch) -> Non
         devices.every(tmp_path)
 
 
+def test_a_library_that_lacks_a_function(tmp_path: Path, fake: pytest.MonkeyPatch) -> None:
+    with pytest.raises(DriverMissing, match=r"^the driver's libdcmi\.so has no dcmi_init: update the NPU driver$"):
+        devices.every(machine.driver(tmp_path, "-DEMPTY"))
+
+
 def test_signs_of_a_driver(tmp_path: Path) -> None:
     assert not devices.installed(tmp_path) and devices.nodes(tmp_path) == []
     (tmp_path / "dev").mkdir()
