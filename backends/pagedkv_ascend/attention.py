@@ -14,8 +14,10 @@ leaves of it. Layers whose heads lie in several tensors take a call for each.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -72,6 +74,26 @@ class Heads:
         return self.layer.spec
 
 
+@dataclass(kw_only=True, eq=False)
+class Kept:
+    """Memory of recorded calls, which stays from replay to replay: layers of one shape take turns in it.
+
+    query [rows, heads, dim]; result [rows, 1, heads * dim]; logs [rows, heads, 1, 1], or [1] where nobody asks.
+    """
+
+    query: torch.Tensor
+    result: torch.Tensor
+    logs: torch.Tensor
+    workspace: torch.Tensor
+
+    @classmethod
+    def of(cls, call: Call, workspace: torch.Tensor) -> Kept:
+        """For calls like this one."""
+        query = torch.empty_like(call.query[:, 0])
+        logs = query.new_empty((*query.shape[:2], 1, 1) if call.lse else (1,), dtype=torch.float32)
+        return cls(query=query, result=torch.empty_like(query.flatten(1).unsqueeze(1)), logs=logs, workspace=workspace)
+
+
 class Attention:
     """The calls of one instance."""
 
@@ -80,6 +102,7 @@ class Attention:
         self._operators = Operators()
         self._mask: torch.Tensor | None = None
         self._inclusive: dict[torch.dtype, bool] = {}
+        self._kept: weakref.WeakValueDictionary[Any, Kept] = weakref.WeakValueDictionary()
 
     def append(self, plan: AscendPlan, layer: Layer, k: torch.Tensor, v: torch.Tensor) -> None:
         """Write k, v [A, kv_heads, dim] to the plan's slots: those of padding never reach the operator."""
@@ -132,13 +155,24 @@ class Attention:
         if not self._runtime.recording:
             result, logs = self._operators.attention(call)
             return result[:, 0], _by_row(logs) if ends else None
-        workspace = self._operators.workspace(call)
-        into = torch.empty_like(q.flatten(1)).unsqueeze(1)
-        logs = torch.empty((len(q), q.shape[1], 1, 1) if ends else (1,), dtype=torch.float32, device=q.device)
+        kept = self._kept_for(call)
+        kept.query.copy_(q)
         self._runtime.task(
-            lambda: self._operators.attention_into(_decoding(plan, heads, view, q, ends), workspace, into, logs)
+            lambda: self._operators.attention_into(
+                _decoding(plan, heads, view, kept.query, ends), kept.workspace, kept.result, kept.logs
+            )
         )
-        return into.view(q.shape), _by_row(logs) if ends else None
+        return kept.result.view(q.shape), _by_row(kept.logs) if ends else None
+
+    def _kept_for(self, call: Call) -> Kept:
+        """What recorded calls of this shape use; it goes with the last of them."""
+        tensors = (call.query, call.key, call.table, call.mask)
+        key = (*(None if one is None else (tuple(one.shape), one.dtype) for one in tensors), call.lse)
+        found = self._kept.get(key)
+        if found is None:
+            with torch.inference_mode(False):  # as its tensors are written in either mode
+                found = self._kept[key] = Kept.of(call, self._operators.workspace(call))
+        return found
 
     # -- rows of several -----------------------------------------------------------------------------------------------
 

@@ -5,7 +5,9 @@ The whole backend records there too, its operators emulated: what a replay compu
 
 from __future__ import annotations
 
+import gc
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ from pagedkv.core.step import padded
 from pagedkv_ascend import limits
 from pagedkv_ascend.backend import AscendBackend
 from pagedkv_ascend.capabilities import declared
+from pagedkv_ascend.operators import Operators
 from pagedkv_ascend.runtime import NpuRuntime, why_no_recordings
 from tests.backends.ascend import fake_npu
 from tests.backends.ascend.emulation import operators
@@ -154,9 +157,9 @@ def test_task_queue_enable_2_rules_recordings_out_in_one_line(value: str, monkey
 
 
 class Decode:
-    """Recorded decode of up to four rows over their own blocks, and float64 beside it."""
+    """Recorded decode of up to four rows over their own blocks; results are the first layer's."""
 
-    def __init__(self, npu: FakeNpu, one: LayerSpec, size: int) -> None:
+    def __init__(self, npu: FakeNpu, *layers: LayerSpec, size: int) -> None:
         operators.install()
         chip = limits.chip("910B3")
         assert chip is not None
@@ -164,16 +167,15 @@ class Decode:
         runtime.torch_device = "cpu"
         self.backend = AscendBackend(declared(chip), runtime)
         self.graphs = self.backend.extension("graph")
-        self.rows = Sequences(self.backend, spec(one, block_size=size, num_blocks=9), [40, 30, 20])
+        self.rows = Sequences(self.backend, spec(*layers, block_size=size, num_blocks=9), [40, 30, 20])
         self.plan = self.graphs.static_plan(self.rows.pool, 0, GraphShape(rows=4, tokens=4, max_ctx=64))
-        self.q, self.k, self.v = (
-            torch.zeros(4, heads, 32, dtype=torch.float16) for heads in (one.q_heads, one.kv_heads, one.kv_heads)
-        )
-        self.out = torch.full_like(self.q, torch.nan)
+        self.q, self.k, self.v = (torch.zeros(4, heads, 32, dtype=torch.float16) for heads in (4, 2, 2))
+        self.outs = [torch.full_like(self.q, torch.nan) for _ in layers]
         self.graph = self.graphs.capture(self.attend, [self.plan])
 
     def attend(self) -> None:
-        self.backend.attend(self.plan, 0, self.q, self.k, self.v, self.out)
+        for index, out in enumerate(self.outs):
+            self.backend.attend(self.plan, index, self.q, self.k, self.v, out)
 
     def replay(self, done: list[int]) -> list[torch.Tensor]:
         """The token after `done` of the first rows."""
@@ -183,10 +185,11 @@ class Decode:
                 target[row] = many[row][at]
         step = batch([(at + 1, 1) for at in done], size=self.rows.size)
         self.graphs.refresh(self.plan, padded(step, 4))
-        self.out.fill_(torch.nan)
+        for out in self.outs:
+            out.fill_(torch.nan)
         self.graph.replay()
-        assert bool((self.out[count:] == 0).all()), "rows without a sequence"
-        return list(self.out[:count].split(1))
+        assert all(bool((out[count:] == 0).all()) for out in self.outs), "rows without a sequence"
+        return list(self.outs[0][:count].split(1))
 
 
 @pytest.mark.parametrize("size", [32, 128])
@@ -194,7 +197,7 @@ class Decode:
 def test_a_replay_computes_from_the_lengths_and_tensors_of_its_time(
     npu: FakeNpu, size: int, window: int | None
 ) -> None:
-    decode = Decode(npu, layer(window=window), size)
+    decode = Decode(npu, layer(window=window), size=size)
     decode.rows.check(decode.rows.step([0, 0, 0], [20, 10, 5]), [0, 0, 0])
     for done in ([20, 10, 5], [21, 11], [22, 12, 6], [23]):
         decode.rows.check(decode.replay(done), done)
@@ -203,11 +206,43 @@ def test_a_replay_computes_from_the_lengths_and_tensors_of_its_time(
     assert not any(graph.open for graph in npu.graphs)
 
 
+def test_what_a_recording_keeps_can_be_written_in_either_mode(npu: FakeNpu) -> None:
+    with torch.inference_mode():
+        decode = Decode(npu, layer(), size=32)
+        decode.rows.step([0], [20])
+        results = decode.replay([20])
+    decode.rows.check(results, [20])
+    (kept,) = decode.backend._attention._kept.values()
+    assert not any(one.is_inference() for one in (kept.query, kept.result, kept.logs, kept.workspace))
+
+
+def test_u113_layers_of_one_shape_take_turns_in_what_a_recording_keeps(
+    npu: FakeNpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, workspace = [], Operators.workspace
+
+    def counted(self: Operators, call: Any) -> torch.Tensor:
+        asked.append(call.query.shape)
+        return workspace(self, call)
+
+    monkeypatch.setattr(Operators, "workspace", counted)
+    layers = [layer(index, window=window) for index, window in enumerate((None, 5, None, 5, None))]
+    decode = Decode(npu, *layers, size=32)
+    assert len(asked) == 2, "one with a mask, one without"
+    assert len(decode.backend._attention._kept) == 2
+    decode.rows.step([0], [20])
+    decode.rows.check(decode.replay([20]), [20])
+    decode.graph.close()
+    del decode.graph
+    gc.collect()
+    assert not decode.backend._attention._kept
+
+
 def test_a_recording_that_is_refused_runs_eagerly_with_the_same_results(
     npu: FakeNpu, caplog: pytest.LogCaptureFixture
 ) -> None:
     npu.refused_capture = RuntimeError("capture_end:NPUGraph.cpp:240 NPU function error: error code is 207008")
-    decode = Decode(npu, layer(), 32)
+    decode = Decode(npu, layer(), size=32)
     assert "could not be captured into a graph and runs eagerly" in caplog.text and "207008" in caplog.text
     decode.rows.step([0], [20])
     decode.rows.check(decode.replay([20]), [20])
@@ -219,5 +254,5 @@ def test_with_task_queue_enable_2_nothing_is_recorded_and_the_reason_is_told(
 ) -> None:
     monkeypatch.setenv("TASK_QUEUE_ENABLE", "2")
     with pytest.raises(UnsupportedError, match="TASK_QUEUE_ENABLE=2"):
-        Decode(npu, layer(), 32)
+        Decode(npu, layer(), size=32)
     assert not npu.graphs
