@@ -11,8 +11,11 @@ import torch
 from pagedkv.api import DeviceError, OutOfDeviceMemory
 from pagedkv_ascend.runtime import WORDS, HostRuntime, NpuRuntime
 from tests.backends.ascend import fake_npu
+from tests.backends.ascend.double import double
+from tests.backends.ascend.emulation import operators
 from tests.backends.ascend.fake_npu import REFUSED, FakeNpu
 from tests.backends.ascend.pools import made_pool, spec
+from tests.backends.ascend.sequences import Sequences
 
 ACL = "[ERROR] 2026-01-09-06:14:02 (PID:17148, Device:0, RankID:-1) ERR00100 PTA call acl api failed."
 SYNCHRONIZE = "NPU function error: c10_npu::acl::AclrtSynchronizeStreamWithTimeout(copy_stream), error code is"
@@ -117,6 +120,30 @@ def test_refused_memory_leaves_the_device_usable(npu: FakeNpu, runtime: NpuRunti
     npu.failure = None
     runtime.check()
     assert made_pool(runtime, spec()).num_blocks == 8
+
+
+def test_an_operator_that_fails_ends_the_backend_and_its_end_is_still_orderly() -> None:
+    backend = double(runtime=HostRuntime())
+    rows = Sequences(backend, spec(), [12])
+    rows.step([0], [8])
+    with operators.emulated(fail_after=1, failure=FAILED["aicore exception"]), pytest.raises(DeviceError) as first:
+        rows.step([8], [1])
+    assert "507015" in str(first.value) and "ASCEND_LAUNCH_BLOCKING=1" in str(first.value)
+    for call in (backend.memory, backend.synchronize, lambda: backend.alloc_pool(spec())):
+        with pytest.raises(DeviceError, match="507015"):
+            call()
+    backend.close()
+    backend.close()
+
+
+@pytest.mark.parametrize("name", ["allocator", "workspace"])
+def test_an_operator_without_memory_ends_nothing(name: str) -> None:
+    backend = double(runtime=HostRuntime())
+    rows = Sequences(backend, spec(), [12])
+    rows.step([0], [8])
+    with operators.emulated(fail_after=1, failure=SHORT[name]), pytest.raises(OutOfDeviceMemory, match="fewer blocks"):
+        rows.step([8], [1])
+    rows.check(rows.step([8], [1]), [8])
 
 
 # -- order -------------------------------------------------------------------------------------------------------------
