@@ -19,7 +19,7 @@ from click.testing import CliRunner
 from pagedkv.cli.main import pagedkv
 for line in (
     ["backends", "--json"],
-    ["doctor", "--json"],
+    ["doctor", "--backend", "cpu", "--json"],
     ["generate", "demo", "--backend", "cpu", "--backend-option", "threads=1", "--max-tokens", "3", "--prompt", "hi"],
 ):
     result = CliRunner().invoke(pagedkv, line)
@@ -55,12 +55,6 @@ def test_u108_every_command_and_the_other_backends_work(site: Path) -> None:
     assert said["doctor"][0] < 2 and report["torch"]["error"] == [] and report["packages"]["torch-npu"] == "2.13.0"
     assert report["environment"][VARIABLE] == "0"
     assert said["generate"][0] == 0 and said["generate"][1].strip()
-
-
-def test_torch_alone_does_not_load_there(site: Path) -> None:
-    done = python(site, "-c", "import torch")
-    assert done.returncode == 1 and done.stderr.splitlines()[-1] == f"RuntimeError: {TORCHS}"
-    assert CAUSE in done.stderr
 
 
 def test_u108_the_users_own_wish_ends_in_torchs_words_and_doctor_names_the_first_cause(site: Path) -> None:
