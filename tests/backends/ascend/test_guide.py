@@ -203,6 +203,15 @@ def test_the_structure_names_every_module_of_the_backend_and_of_the_contract() -
     assert len(helpers) == 6 and all(name in text for name in helpers)
 
 
+@both
+def test_every_line_that_is_named_is_one_that_is_said(text: str) -> None:
+    folders = (ROOT / "backends" / "pagedkv_ascend", ROOT / "pagedkv" / "core")
+    sources = "\n".join(path.read_text("utf-8") for folder in folders for path in folder.glob("*.py"))
+    said = re.sub(r"""["']\s*\n\s*f?["']""", "", sources)
+    lines = [row[0].strip("`") for row in table(text, "the line says" if text is ENGLISH else "提示中含有")]
+    assert len(lines) == 12 and not [line for line in lines if line not in said]
+
+
 # -- commands ----------------------------------------------------------------------------------------------------------
 
 
@@ -246,6 +255,14 @@ def test_importing_pagedkv_decides_on_the_loading_of_extensions(text: str) -> No
     name = "TORCH_DEVICE_BACKEND_AUTOLOAD"
     assert pagedkv.__version__ and name in os.environ, "by the user, or by the import"
     assert f"`{name}=0`" in text
+
+
+def test_the_target_that_asks_the_wheels_exists() -> None:
+    assert "`make ascend-check`" in ENGLISH and re.search(
+        r"^ascend-check:", (ROOT / "Makefile").read_text("utf-8"), re.M
+    )
+    for version in re.findall(r"torch-npu (2[\d.]+\d\.\w+), ([\d.]+) and ([\d.]+),", ENGLISH)[0]:
+        assert (ROOT / "tests" / "backends" / "ascend" / "schemas" / f"{version}.txt").is_file()
 
 
 def test_every_answer_that_is_named_is_one_that_the_script_writes() -> None:
