@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import logging
 import os
 import re
 import shlex
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from click.testing import CliRunner
@@ -21,8 +21,9 @@ from pagedkv.errors import ConfigError
 from pagedkv.planning.devices import find_device
 from pagedkv_ascend import capabilities, environment, limits, packages
 from pagedkv_ascend.attention import GATHERED, gathered
-from pagedkv_ascend.backend import AscendBackend
 from pagedkv_ascend.descriptor import AscendDescriptor
+from pagedkv_ascend.runtime import HostRuntime
+from tests.backends.ascend.double import double
 
 ROOT = Path(__file__).resolve().parents[3]
 ENGLISH, CHINESE = ((ROOT / "docs" / name).read_text("utf-8") for name in ("ascend.md", "ascend.zh.md"))
@@ -182,10 +183,12 @@ def test_what_is_refused_is_refused_with_the_guides_words() -> None:
 
 
 def test_the_log_says_once_which_block_size_is_fast(caplog: pytest.LogCaptureFixture) -> None:
-    told = SimpleNamespace(_told=set())
+    backend = double(runtime=HostRuntime())
     with caplog.at_level(logging.INFO, "pagedkv.backends.ascend"):
         for size in (32, 32, 128, 512):
-            AscendBackend._tell(told, pool(size))  # type: ignore[arg-type]
+            backend.alloc_pool(pool(size, 64)).close()
+        backend.alloc_pool(dataclasses.replace(pool(48, 64), placement="host")).close()
+    backend.close()
     assert [record.args for record in caplog.records] == [(32,)]
     assert "128 is the fast path" in caplog.text
     note = find_device("ascend-910b3").note
