@@ -7,7 +7,6 @@ collectives' section is left out for its time: they are the contract's helper ov
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -17,32 +16,32 @@ import pytest
 from pagedkv.api import World, torch_backend
 from pagedkv.api.errors import BackendUnavailable
 from pagedkv.conformance import loading_child
+from pagedkv.conformance.certificate import Certificate
 from tests.backends.cuda.double import double
+from tests.helpers.kits import Run, certificates, complaints
 
 ROOT = Path(__file__).resolve().parents[3]
 HAZARDS = "test_copy or test_graph or test_plans"
 """What a copy, an event or a recording at another moment could change."""
 
 
-def said_by_the_kit(*arguments):
-    command = [sys.executable, str(Path(__file__).parents[2] / "helpers" / "kit_run.py"), "cuda-double", *arguments]
-    own = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(command, env=os.environ | own, cwd=ROOT, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads(done.stdout.splitlines()[-1])
+@pytest.fixture(scope="module")
+def said() -> dict[int, Certificate]:
+    """By the seed of moments and orders: all but collectives, then twice what these could change."""
+    runs = {seed: Run(backend="cuda-double", options={"seed": seed}, select=HAZARDS) for seed in (1, 2)}
+    runs[0] = Run(backend="cuda-double", options={"seed": 0}, select="not collectives")
+    return dict(zip(runs, certificates(list(runs.values()), CUDA_VISIBLE_DEVICES=""), strict=True))
 
 
-def test_the_kit_passes():
-    said = said_by_the_kit("-k", "not collectives")
-    assert said["others"] == []
-    assert said["passed"] > 280, "sections are missing"
+def test_the_kit_passes(said):
+    assert complaints(said[0]) == []
+    assert len(said[0].cases) > 280, "sections are missing"
 
 
-@pytest.mark.parametrize("seed", ["1", "2"])
-def test_copies_at_other_moments_and_in_another_order_change_nothing(seed):
-    said = said_by_the_kit("-k", HAZARDS, "--seed", seed)
-    assert said["others"] == []
-    assert said["passed"] > 30, "sections are missing"
+@pytest.mark.parametrize("seed", [1, 2])
+def test_copies_at_other_moments_and_in_another_order_change_nothing(said, seed):
+    assert complaints(said[seed]) == [] and said[seed].options["seed"] == seed
+    assert len(said[seed].cases) > 30, "sections are missing"
 
 
 def test_the_real_descriptor_is_light():
@@ -57,7 +56,7 @@ def test_the_real_descriptor_is_light():
 def test_collectives_go_over_the_runtimes_own_library(monkeypatch):
     asked = []
 
-    def refuse(name, world, group, *, note):
+    def refuse(name, world, group, *, timeout, note):
         asked.append((name, world, list(group)))
         raise BackendUnavailable("not here")
 
