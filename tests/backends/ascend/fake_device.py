@@ -24,6 +24,7 @@ from torch.utils.backend_registration import (  # type: ignore[attr-defined]
 if TYPE_CHECKING:
     from pagedkv.api import PoolSpec
     from pagedkv_ascend.backend import AscendBackend
+    from tests.backends.ascend.sequences import Sequences
 
 ROOT = Path(__file__).resolve().parents[3]
 MOVES = {torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default}
@@ -141,6 +142,43 @@ def _steps(wanted: PoolSpec) -> Iterator[tuple[str, str]]:
     backend.wait(backend.copy_blocks(host, rows.pool, np.array([[5, 7], [6, 2]]), after=saved))
     backend.wait(backend.copy_blocks(rows.pool, rows.pool, np.array([[7, 1]])))
     yield "decode", _asked(lambda: rows.check(rows.step([38], [1]), [38]))
+    yield "static plan", _asked(lambda: rows.check(_static(backend, rows, 39), [39]))
+
+
+def _static(backend: AscendBackend, rows: Sequences, at: int) -> list[torch.Tensor]:
+    """The first row's token of this place, by a plan as recordings have it."""
+    from pagedkv.api.extensions import GraphShape
+    from pagedkv.core.step import padded
+    from tests.backends.ascend.sequences import batch
+
+    graphs = backend.extension("graph")
+    plan = graphs.static_plan(rows.pool, 0, GraphShape(rows=2, tokens=2, max_ctx=2 * rows.size))
+    graphs.refresh(plan, padded(batch([(at + 1, 1)], size=rows.size), 2))
+    q, k, v = (torch.cat([many[0][at : at + 1]] * 2).to("npu:0") for many in (rows.q, rows.k, rows.v))
+    out = torch.empty(2, rows.layer.q_heads, rows.layer.v_dim, dtype=q.dtype, device="npu:0")
+    backend.attend(plan, 0, q, k, v, out)
+    return [out.cpu()[:1]]
+
+
+def ops() -> dict[str, str]:
+    """The fused ops with all tensors on the device, and with weights that stayed on the processor."""
+    from pagedkv.api import OpSpec
+
+    backend = _backend()
+    x, weight = torch.ones(3, 64, dtype=torch.float16), torch.ones(64, dtype=torch.float16)
+    angles = torch.zeros(3, 16)
+    made: dict[str, Any] = {
+        name: backend.op(name, OpSpec(dtype="fp16", dims={"rotary_dim": 32, "q_heads": 2, "kv_heads": 2}))
+        for name in ("rms_norm", "add_rms_norm", "silu_mul", "rope")
+    }
+    there, w, rows = x.to("npu:0"), weight.to("npu:0"), torch.ones(3, 2, 32, dtype=torch.float16).to("npu:0")
+    return {
+        "rms_norm": _asked(lambda: made["rms_norm"](there, w, 1e-6)),
+        "add_rms_norm": _asked(lambda: made["add_rms_norm"](there, there.clone(), w, 1e-6)),
+        "silu_mul": _asked(lambda: made["silu_mul"](there)),
+        "rope": _asked(lambda: made["rope"](rows, rows.clone(), angles.to("npu:0"), angles.to("npu:0"))),
+        "rms_norm, forgotten weight": _asked(lambda: made["rms_norm"](there, weight, 1e-6)),
+    }
 
 
 def _backend() -> AscendBackend:
@@ -211,7 +249,8 @@ def _asked(act: Callable[[], None]) -> str:
 def main() -> None:
     sys.path.insert(0, str(ROOT))
     kept = install()
-    print(json.dumps({"right": right(), "forgotten": forgotten(), "device": str(torch.zeros(1, device="npu").device)}))
+    device = str(torch.zeros(1, device="npu").device)
+    print(json.dumps({"right": right(), "ops": ops(), "forgotten": forgotten(), "device": device}))
     del kept
 
 

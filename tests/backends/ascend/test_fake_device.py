@@ -39,7 +39,7 @@ def test_append_prompts_copies_and_decode_leave_no_tensor_on_the_processor(
 ) -> None:
     assert said["device"] == "npu:0"
     steps = {name: text for name, text in said["right"].items() if name.startswith(f"{layer}, {size}:")}
-    assert len(steps) == 3 and set(steps.values()) == {""}, "float64 agrees"
+    assert len(steps) == 4 and set(steps.values()) == {""}, "float64 agrees"
 
 
 @pytest.mark.parametrize("what", ["slots", "table", "mask"])
@@ -47,3 +47,9 @@ def test_a_tensor_that_was_forgotten_on_the_processor_is_refused(said: dict[str,
     refusal = said["forgotten"][what]
     assert refusal.startswith("npu.npu_") and refusal.endswith("expected all tensors to be on npu:0, found one on cpu")
     assert said["forgotten"]["nothing"] == "", "the same step with all tensors there"
+
+
+def test_fused_ops_leave_none_there_either(said: dict[str, Any]) -> None:
+    forgotten = said["ops"].pop("rms_norm, forgotten weight")
+    assert forgotten.startswith("npu.npu_rms_norm") and forgotten.endswith("found one on cpu")
+    assert set(said["ops"].values()) == {""} and len(said["ops"]) == 4
