@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib.metadata
+import importlib.util
 import os
 import platform
 import re
@@ -79,8 +80,22 @@ def against(root: Path = ROOT) -> str | None:
 # -- packages ----------------------------------------------------------------------------------------------------------
 
 
+def torch_toolkit() -> str | None:
+    """The accelerator's toolkit that torch was built with, "cuda 13.0", by its version file; None for a plain torch."""
+    spec = importlib.util.find_spec("torch")
+    file = None if spec is None or spec.origin is None else Path(spec.origin).with_name("version.py")
+    if file is None or not file.exists():
+        return None
+    form = r"^(cuda|hip|rocm|xpu)\b[^=]*=\s*['\"]([\w.+-]+)['\"]"
+    found = re.search(form, file.read_text("utf-8"), re.MULTILINE)
+    return f"{found[1]} {found[2]}" if found else None
+
+
 def why_no_torch_npu() -> str | None:
-    """One line when torch-npu is missing, or made for another torch."""
+    """One line when torch-npu is missing, made for another torch, or beside a torch with another accelerator in it.
+
+    The last is torch-npu's own rule: importing it raises, with a device of the other kind or without.
+    """
     npu, torch = version("torch-npu"), version("torch")
     if npu is None:
         return f"torch-npu is not installed: {EXTRA}"
@@ -90,6 +105,11 @@ def why_no_torch_npu() -> str | None:
         return (
             f"torch-npu {npu} is made for torch {release(npu)}, torch {torch} is installed: pip install "
             f"'torch=={release(npu)}.*', or a torch-npu {release(torch)}"
+        )
+    if toolkit := torch_toolkit():
+        return (
+            f"torch {torch} is built with {toolkit}, beside which torch-npu does not load: install in its place the "
+            f"build of torch {release(torch)} for processors alone, whose version ends in +cpu"
         )
     return None
 

@@ -56,7 +56,8 @@ def bare(patch: pytest.MonkeyPatch) -> None:
         patch.delenv(name, raising=False)
 
 
-def installed(patch: pytest.MonkeyPatch, **versions: str | None) -> None:
-    """These packages, and no others; names with a dash are given with an underscore."""
+def installed(patch: pytest.MonkeyPatch, toolkit: str | None = None, **versions: str | None) -> None:
+    """These packages, and no others; names with a dash have an underscore here. `toolkit`: what torch has in it."""
+    patch.setattr(packages, "torch_toolkit", lambda: toolkit)
     found = {re.sub("_", "-", name): version for name, version in versions.items()}
     patch.setattr(packages, "version", found.get)

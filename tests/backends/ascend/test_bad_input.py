@@ -33,6 +33,7 @@ from pagedkv_ascend import packages
 from pagedkv_ascend.descriptor import AscendDescriptor
 AscendDescriptor.__init__.__defaults__ = (Path(os.environ["FAKE_ROOT"]),)
 packages.version = json.loads(os.environ["FAKE_PACKAGES"]).get
+packages.torch_toolkit = lambda: None
 """
 NPU = "Ascend910B3, Atlas A2"
 VISIBLE = "ASCEND_RT_VISIBLE_DEVICES"
@@ -56,6 +57,7 @@ class Row:
     said: str
     command: str = ""
     kind: str = NPU
+    toolkit: str | None = None
     packages: Mapping[str, str] = field(default_factory=lambda: machine.GOOD)
     variables: Mapping[str, str] = field(default_factory=dict)
     sourced: bool = True
@@ -78,6 +80,12 @@ ROWS = {
         "torch-npu 2.14",
         command="pip install 'torch==2.13.*'",
         packages={"torch": "2.14.1", "torch-npu": "2.13.0"},
+    ),
+    "torch-with-another-accelerator": Row(
+        said="torch 2.13.0+cu130 is built with cuda 13.0, beside which torch-npu does not load: install in its place "
+        "the build of torch 2.13 for processors alone, whose version ends in +cpu",
+        toolkit="cuda 13.0",
+        packages={"torch": "2.13.0+cu130", "torch-npu": "2.13.0"},
     ),
     "both-tritons": Row(
         said="triton and triton-ascend overwrite each other's files: pip uninstall -y triton triton-ascend, and "
@@ -138,7 +146,7 @@ def on(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         for name, text in row.variables.items():
             monkeypatch.setenv(name, text)
         monkeypatch.setattr(AscendDescriptor.__init__, "__defaults__", (root,))
-        machine.installed(monkeypatch, **row.packages)
+        machine.installed(monkeypatch, row.toolkit, **row.packages)
         (tmp_path / "sitecustomize.py").write_text(SITE)
         told = {"FAKE_ROOT": str(root), "FAKE_PACKAGES": json.dumps(row.packages), "PYTHONPATH": str(tmp_path)}
         for name, text in told.items():

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import platform
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from packaging.specifiers import SpecifierSet
@@ -12,6 +14,7 @@ from pagedkv.diagnosis.findings import command_in
 from pagedkv.diagnosis.known import known
 from pagedkv_ascend import packages
 from tests.backends.ascend import machine
+from tests.helpers.fake_machine import stub_torch
 
 LIBRARIES = packages.table()["cann"]["libraries"]
 
@@ -51,6 +54,31 @@ def clean(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 def test_u109_torch_and_torch_npu(clean: pytest.MonkeyPatch, versions: dict[str, str], said: str | None) -> None:
     machine.installed(clean, **versions)
     assert packages.why_no_torch_npu() == said
+
+
+@pytest.mark.parametrize(
+    ("line", "toolkit"),
+    [
+        ("cuda: Optional[str] = '13.0'", "cuda 13.0"),
+        ("cuda: Optional[str] = None\nhip: Optional[str] = '7.1.0'", "hip 7.1.0"),
+        ("cuda = None\nxpu = '20250302'", "xpu 20250302"),
+        ("cuda: Optional[str] = None\nhip: Optional[str] = None\nrocm = None", None),
+    ],
+)
+def test_what_torch_was_built_with_is_read_from_its_file(
+    clean: pytest.MonkeyPatch, tmp_path: Path, line: str, toolkit: str | None
+) -> None:
+    clean.undo()
+    package = stub_torch(tmp_path) / "torch"
+    (package / "version.py").write_text(f"from typing import Optional\n__version__ = '2.13.0'\n{line}\n")
+    clean.setattr(importlib.util, "find_spec", lambda name: SimpleNamespace(origin=str(package / "__init__.py")))
+    assert packages.torch_toolkit() == toolkit
+
+
+def test_without_torch_it_has_no_toolkit(clean: pytest.MonkeyPatch) -> None:
+    clean.undo()
+    clean.setattr(importlib.util, "find_spec", lambda name: None)
+    assert packages.torch_toolkit() is None
 
 
 def test_triton_beside_triton_ascend(clean: pytest.MonkeyPatch) -> None:
