@@ -27,8 +27,9 @@ setup: $(VENV)/.dev  ## make .venv with everything the tests need
 demo: $(VENV)/.demo  ## install, then let the demo model answer one question
 	$(BIN)/pagedkv generate demo --chat --prompt "Explain photosynthesis in one sentence." --max-tokens 64
 
+# The tests start hundreds of interpreters, which find what they import compiled already.
 test: lint types $(VENV)/.dev  ## lint, types and all tests
-	OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+	env -u PYTHONDONTWRITEBYTECODE OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 lint: $(VENV)/.dev  ## ruff: rules and format; clang-format: the C++
 	$(BIN)/ruff check .

@@ -12,7 +12,7 @@ from pagedkv.cli.main import pagedkv as command
 from pagedkv.config import EngineConfig
 from tests.helpers.plugin_dists import descriptor, install
 
-NEEDS_HARDWARE = {"cuda", "jetson"}
+NEEDS_HARDWARE = {"ascend", "cuda", "jetson"}
 
 
 def test_u77_names_in_the_error_can_be_pasted_back(tmp_path, monkeypatch):

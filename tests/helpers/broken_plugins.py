@@ -1,7 +1,7 @@
 """Plugins that are wrong, each in one way of its own, as distributions that pip installs.
 
 `BROKEN`, `VERSIONS` and `METHODS` say for each what the listing shows and what an explicit choice raises. `site()` has
-them all installed, `small_site()` those for which a probe's child process makes a difference (each costs 0.4 s).
+them all installed, or some; `PROBED` are those for which a probe's child process makes a difference (each costs 0.4 s).
 """
 
 from __future__ import annotations
@@ -227,6 +227,8 @@ METHODS: dict[str, Wrong] = {
 }
 """U79."""
 
+EVERYONE = BROKEN | VERSIONS | METHODS
+
 FROM_SOURCE = ("import-missing",)
 """Those that go through `pip wheel`, from a source tree; the other wheel files are written here."""
 
@@ -263,34 +265,25 @@ def _home() -> Path:
 
 
 @functools.cache
-def _wheels() -> dict[str, Path]:
-    return {name: _wheel(name, wrong) for name, wrong in (BROKEN | VERSIONS | METHODS).items()}
-
-
-def _wheel(name: str, wrong: Wrong) -> Path:
+def _wheel(name: str) -> Path:
     names: dict[str, Any] = {"name": name, "distribution": distribution(name), "version": "0.3"}
+    source = EVERYONE[name].module(name)
     if name in FROM_SOURCE:
-        return build_wheel(source_tree(_home() / "source" / name, wrong.module(name), **names), _home())
-    return wheel(_home(), wrong.module(name), **names)
+        return build_wheel(source_tree(_home() / "source" / name, source, **names), _home())
+    return wheel(_home(), source, **names)
 
 
 @functools.cache
-def site() -> Path:
-    """All of them, installed."""
-    return install_wheels(list(_wheels().values()), _home() / "site")
-
-
-@functools.cache
-def small_site() -> Path:
-    """`PROBED` of them, installed."""
-    return install_wheels([_wheels()[name] for name in PROBED], _home() / "small")
+def site(names: tuple[str, ...] = tuple(EVERYONE)) -> Path:
+    """These, installed."""
+    return install_wheels([_wheel(name) for name in names], Path(tempfile.mkdtemp(dir=_home())))
 
 
 @functools.cache
 def statuses() -> tuple[Status, ...]:
-    """What the probes say of every backend there is, those of `small_site()` included; asked once."""
-    sys.path.insert(0, str(small_site()))
+    """What the probes say of every backend there is, `PROBED` included; asked once."""
+    sys.path.insert(0, str(site(PROBED)))
     try:
         return tuple(probe_all())
     finally:
-        sys.path.remove(str(small_site()))
+        sys.path.remove(str(site(PROBED)))

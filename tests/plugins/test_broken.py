@@ -17,12 +17,19 @@ from pagedkv.cli import backends as cli
 from pagedkv.cli.main import pagedkv as command
 from pagedkv.plugins import selection
 from pagedkv.plugins.loading import Watch
-from tests.helpers.broken_plugins import BROKEN, METHODS, PATCH, PROBED, VERSIONS, distribution, site, statuses
+from tests.helpers.broken_plugins import (
+    BROKEN,
+    EVERYONE,
+    PATCH,
+    PROBED,
+    distribution,
+    site,
+    statuses,
+)
 from tests.helpers.engine_rig import SETTINGS, folder, greedy
 from tests.helpers.plugin_dists import install
 
 NEEDS = pagedkv.api.needs
-EVERYONE = BROKEN | VERSIONS | METHODS
 
 
 @pytest.fixture(autouse=True)
