@@ -131,7 +131,8 @@ def probed(version: str, fixture: Path | None = None, seconds: float = 300) -> d
     """What `ascend/probe.py` says of the wheel, in a process of its own; {"failed": output} where it ended early."""
     wheel, stubs = unpacked(version), BUILD / f"stubs-{version}"
     scripts = ROOT / "ci" / "ascend"
-    subprocess.run([sys.executable, str(scripts / "stubs.py"), str(wheel), str(stubs)], check=True, timeout=seconds)
+    build = [sys.executable, str(scripts / "stubs.py"), str(wheel), str(stubs)]
+    subprocess.run(build, check=True, stdout=subprocess.DEVNULL, timeout=seconds)
     path = os.pathsep.join(map(str, (wheel, ROOT, ROOT / "backends")))
     own = {"PYTHONPATH": path, "LD_LIBRARY_PATH": str(stubs), "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
     command = [sys.executable, str(scripts / "probe.py"), str(fixture or FIXTURES / f"{version}.txt")]

@@ -80,7 +80,7 @@ def source(names: Iterable[str]) -> Iterator[str]:
 
 
 def build(wheel: Path, folder: Path) -> int:
-    """Compile them into a library that goes by every name; how many there are."""
+    """Compile them into one library that goes by every name; how many functions it has."""
     names = missing(wheel)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "stubs.c").write_text("".join(source(names)))
