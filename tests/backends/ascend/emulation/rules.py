@@ -196,7 +196,8 @@ def _lengths(call: Call) -> None:
     q = per_sequence(call.q_lengths, call.batch, call.queries)
     need(min(q, default=0) >= 0, "a negative length of queries")
     need(max(q, default=0) <= call.queries, f"{max(q, default=0)} queries of a sequence, Q_S is {call.queries}")
-    need(max(call.queries, call.keys) <= 20971520, f"S {max(call.queries, call.keys)}, at most 20971520")
+    most = max(call.queries, max(kv, default=0) if call.paged else call.keys)
+    need(most <= 20971520, f"S {most}, at most 20971520")
 
 
 def _precision(call: Call) -> None:
