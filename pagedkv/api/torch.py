@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import logging
 import socket
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -35,6 +36,8 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 """The contract's names of dtypes."""
 DEFAULT_TIMEOUT = 300.0
 """Seconds that a rank waits for the others before it takes them for dead."""
+_RETRY = 0.05
+"""Seconds between two looks whether rank 0 is there."""
 
 _stores: weakref.WeakValueDictionary[str, TCPStore] = weakref.WeakValueDictionary()
 """The stores this process hosts, by rendezvous; each ends with the last communicator that holds it."""
@@ -67,6 +70,7 @@ def communicator(
     host, port = _address(world)
     stores = [_hosted(world, host, port)] if world.rank == 0 else []
     try:
+        _reach(host, port, timeout)
         stores.append(_store(host, port, timeout=timedelta(seconds=timeout)))
         made = _join(make, stores[-1], world, group, timeout)
         return TorchCommunicator(made, group, stores, ordered, _noted(f"rank {world.rank}", timeout, note))
@@ -232,6 +236,19 @@ def _hosted(world: World, host: str, port: int) -> TCPStore:
         found = _store(host, port, is_master=True, master_listen_fd=listener.detach())
         _stores[world.rendezvous] = found
     return found
+
+
+def _reach(host: str, port: int, timeout: float) -> None:
+    """Return once somebody listens there; `RuntimeError` after so many seconds, which a store's own wait exceeds."""
+    end = time.monotonic() + timeout
+    while True:
+        try:
+            socket.create_connection((host, port), max(_RETRY, end - time.monotonic())).close()
+            return
+        except OSError as error:
+            if time.monotonic() >= end:
+                raise RuntimeError(f"rank 0 does not listen there: {error}") from error
+        time.sleep(_RETRY)
 
 
 def _store(host: str, port: int, **more: Any) -> TCPStore:

@@ -12,7 +12,7 @@ from tests.backends.ascend import meeting
 from tests.backends.ascend.meeting import LIMIT, Ended, Ran
 
 SLACK = 10.0
-"""Seconds of a slow machine beyond the limit; without a limit a rank would wait for 300."""
+"""Seconds of a slow machine beyond the limit, unset it is 300."""
 
 
 @pytest.fixture(scope="module")
@@ -48,6 +48,7 @@ def test_u110_a_rank_whose_other_has_ended_before_the_meeting_ends_within_the_li
     assert ran.left == 3
     assert answer.kind == "BackendUnavailable" and f"within {LIMIT} s" in answer.text
     assert "start every rank with this rendezvous" in answer.text
+    assert ("rank 0 does not listen there" in answer.text) == (rank == 1)
     told(answer, rank, "not set")
     assert answer.seconds > LIMIT / 2, "it has waited"
 
