@@ -3,6 +3,10 @@
 Written from the pages of both operators in the documents of Ascend/op-plugin and the docstrings in the wheel of
 torch-npu 2.13.0 (Atlas A2 and A3), and from nothing else: no line of this knows who calls. What is documented but not
 emulated (rope inputs, quantized inputs, shared prefixes, padding on the left, layouts that change) is refused too.
+
+One sentence is not enforced: that a cache has no fewer blocks than all sequences together use. Read by the letter it
+rules out that sequences share blocks; the vendor's own checker (paged_attention_checker.cpp of hicann/ops-transformer
+at 05b365c) does not look at it.
 """
 
 from __future__ import annotations
@@ -92,7 +96,8 @@ def per_sequence(lengths: Sequence[int] | None, batch: int, default: int) -> lis
     if lengths is None:
         return [default] * batch
     need(len(lengths) in (1, batch) or len(lengths) >= batch, f"{len(lengths)} lengths for a batch of {batch}")
-    return [int(length) for length in (lengths * batch if len(lengths) == 1 else lengths)][:batch]
+    given = [int(length) for length in lengths]
+    return given * batch if len(given) == 1 else given[:batch]
 
 
 def check(call: Call) -> None:
