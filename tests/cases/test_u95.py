@@ -44,6 +44,7 @@ def interpreted(before: str, *arguments: str) -> subprocess.CompletedProcess[str
     command = ["-x", "-rs", "-p", "no:cacheprovider", FOLDER, *arguments]
     script = f"{before}\nimport sys, pytest\nsys.exit(pytest.main({command!r}))"
     own = {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'backends'}"}
+    own |= {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     return subprocess.run(
         [sys.executable, "-c", script], env=os.environ | own, cwd=ROOT, capture_output=True, text=True
     )

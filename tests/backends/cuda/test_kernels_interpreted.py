@@ -13,6 +13,7 @@ ROOT = Path(__file__).resolve().parents[3]
 
 def test_the_kernels_under_the_interpreter():
     own = {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "backends")}
+    own |= {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", "tests/backends/cuda/interpreted"]
     done = subprocess.run(command, env=os.environ | own, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr
