@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from tests.backends.ascend.emulation import operators
-
 from pagedkv.api import World
 from pagedkv_ascend import limits
 from pagedkv_ascend.backend import AscendBackend
 from pagedkv_ascend.capabilities import declared
 from pagedkv_ascend.runtime import HostRuntime
+from tests.backends.ascend.emulation import operators
 from tests.helpers.delaying import Delaying
 
 
