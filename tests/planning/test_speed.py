@@ -111,7 +111,7 @@ def test_rates_of_this_machine_are_measured(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_no_speed_is_made_up(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    folder = str(write_config(tmp_path / "model", **TINY))
+    folder = str(write_config(tmp_path / "model", **TINY | {"head_dim": 16}))
     with caplog.at_level("INFO", "pagedkv.planning"):
         with planned(EngineConfig.of(model=folder, backend="null")) as plan:
             assert plan.prediction is None
