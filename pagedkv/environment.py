@@ -15,12 +15,15 @@ PREFIX = "PAGEDKV_"
 
 ENVIRONMENT: Mapping[str, str] = types.MappingProxyType(
     {
+        "PAGEDKV_API_KEY": "a key of the server's, beside those of its options",
         "PAGEDKV_BACKEND": "the backend to use when no argument names one; empty or 'auto': the best one that is there",
         "PAGEDKV_CHECK": "1: check every law of the contract on every call",
         "PAGEDKV_LOG_LEVEL": "DEBUG, INFO, WARNING or ERROR",
     }
 )
 """Every environment variable that pagedkv reads, with its meaning; another `PAGEDKV_*` name gets a warning."""
+SECRETS = frozenset({"PAGEDKV_API_KEY"})
+"""Those of them whose value nothing may show."""
 
 
 def check_environment() -> None:

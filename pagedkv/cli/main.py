@@ -19,11 +19,12 @@ COMMANDS = {
     "eval": ("pagedkv.cli.eval", "Measure a model's perplexity on a text."),
     "bench": ("pagedkv.cli.bench", "Measure throughput, latency and memory against batch size."),
     "plan": ("pagedkv.cli.plan", "Say what a model needs, what fits, and how fast it would be."),
+    "api-key": ("pagedkv.cli.api_key", "Make an API key and the line for the file of keys."),
     "backends": ("pagedkv.cli.backends", "List the installed backends, their devices, and every reason for a no."),
     "certify": ("pagedkv.cli.certify", "Test an installed backend against every law of the contract."),
     "doctor": ("pagedkv.cli.doctor", "Show what is here, what would be chosen, and what mends each trouble."),
 }
-"""Command -> the module that has it under the same name, and its line in the help text."""
+"""Command -> the module that has it under the same name (- as _), and its line in the help text."""
 OWN = ("BACKEND ...", "The own command of an installed backend, where it has one.")
 """The last line there: which backends have one is known to them alone."""
 
@@ -53,7 +54,7 @@ class LazyGroup(click.Group):
             from pagedkv.cli.own import own_command
 
             return own_command(cmd_name)
-        command: click.Command = getattr(importlib.import_module(COMMANDS[cmd_name][0]), cmd_name)
+        command: click.Command = getattr(importlib.import_module(COMMANDS[cmd_name][0]), cmd_name.replace("-", "_"))
         taken = {name for parameter in command.params for name in (*parameter.opts, *parameter.secondary_opts)}
         command.params.extend(option for option in logging_options() if taken.isdisjoint(option.opts))
         return command

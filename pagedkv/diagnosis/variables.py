@@ -7,16 +7,23 @@ from pathlib import Path
 
 from pagedkv.diagnosis.findings import Finding
 from pagedkv.diagnosis.known import Known
-from pagedkv.environment import ENVIRONMENT, PREFIX, meant
+from pagedkv.environment import ENVIRONMENT, PREFIX, SECRETS, meant
 
 UNKNOWN = "set, but pagedkv does not read it"
+SECRET = "set"
 
 
 def variables(environ: Mapping[str, str], known: Known) -> dict[str, str]:
     """Variable -> value, of those that are set. The value of a `PAGEDKV_*` that nobody reads may be a secret."""
-    own = {name: environ[name] if name in ENVIRONMENT else UNKNOWN for name in environ if name.startswith(PREFIX)}
+    own = {name: _shown(name, value) for name, value in environ.items() if name.startswith(PREFIX)}
     others = {name: environ[name] for name in (*known.shown, *known.paths) if name in environ}
     return {**dict(sorted(own.items())), **others}
+
+
+def _shown(name: str, value: str) -> str:
+    if name in SECRETS:
+        return SECRET
+    return value if name in ENVIRONMENT else UNKNOWN
 
 
 def variable_findings(facts: Mapping[str, str], known: Known) -> Iterator[Finding]:

@@ -20,6 +20,11 @@ def test_ours_and_those_of_toolkits_are_shown_and_no_others():
     }
 
 
+def test_a_key_of_the_servers_is_not_shown():
+    environ = {"PAGEDKV_API_KEY": "hunter2"}
+    assert variables(environ, known()) == {"PAGEDKV_API_KEY": "set"} and findings(environ) == []
+
+
 def test_a_misspelt_variable_comes_with_the_right_name():
     (finding,) = findings({"PAGEDKV_BACKED": "cpu"})
     assert finding.level == "warning" and "PAGEDKV_BACKEND may be meant" in finding.why
