@@ -16,6 +16,7 @@ from pagedkv.logs import start_command_logging, stop_command_logging
 COMMANDS = {
     "generate": ("pagedkv.cli.generate", "Answer one or more prompts."),
     "chat": ("pagedkv.cli.chat", "Talk with a model in the terminal."),
+    "serve": ("pagedkv.cli.serve", "Serve a model through the OpenAI API."),
     "eval": ("pagedkv.cli.eval", "Measure a model's perplexity on a text."),
     "bench": ("pagedkv.cli.bench", "Measure throughput, latency and memory against batch size."),
     "plan": ("pagedkv.cli.plan", "Say what a model needs, what fits, and how fast it would be."),

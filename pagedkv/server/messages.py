@@ -102,7 +102,8 @@ class Failure:
 class Piece:
     """News of one choice of one request.
 
-    `text` and `token_ids` are new, the id that ended it included; `logprobs` has one record a new token, if asked for.
+    `text` and `token_ids` are new, the id that ended it included; `logprobs` has one record a new token, if asked for;
+    `prompt_logprobs` come with the first news of the first choice.
     """
 
     key: int
@@ -112,6 +113,7 @@ class Piece:
     logprobs: list[dict[int, Logprob]] | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,7 +125,6 @@ class Ending:
     num_cached_tokens: int
     num_host_cached_tokens: int
     metrics: RequestMetrics
-    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     embedding: list[float] | None = None
 
 

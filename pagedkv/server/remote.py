@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import enum
 import itertools
 import logging
@@ -24,6 +25,7 @@ from typing import Any, Protocol
 
 from pagedkv.api.errors import EngineDead
 from pagedkv.engine.metrics import EngineMetrics
+from pagedkv.sampling.params import SamplingParams
 from pagedkv.server.errors import Unavailable
 from pagedkv.server.messages import Abort, Command, Facts, Failure, News, Ping, ResetCache, Stop, Submit, Told
 from pagedkv.server.stream import Stream
@@ -31,6 +33,7 @@ from pagedkv.server.stream import Stream
 _log = logging.getLogger("pagedkv.server")
 _PINGS = 4  # in the time after which an engine without a sign of life is given up
 _SHORTEST, _LONGEST = 0.05, 1.0  # seconds between two pings
+_FIRST = -(2**31)  # the priority of what runs before everything else
 _TERMINATE = 5.0  # seconds for a process that was told to stop, before it is killed
 
 
@@ -44,13 +47,30 @@ class State(enum.Enum):
 
 
 class Observer(Protocol):
-    """Who wants to know what the engine says: the metrics."""
+    """Who wants to know how requests fare: the metrics. Called in the event loop, in order."""
+
+    def submitted(self, key: int) -> None:
+        """A request is on its way."""
 
     def news(self, news: News) -> None:
-        """Every message, in order, in the event loop."""
+        """What the engine says."""
+
+    def aborted(self, reason: str) -> None:
+        """A request was given up: "disconnect", "timeout", "shutdown" or "client"."""
+
+    def engine_started(self, facts: Facts) -> None:
+        """An engine has started."""
+
+    def engine_up(self, up: bool) -> None:
+        """Whether it takes requests now."""
 
     def engine_restarted(self) -> None:
         """An engine was lost, and another one starts."""
+
+
+class _Nobody:
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return lambda *_: None
 
 
 class RemoteEngine:
@@ -78,7 +98,8 @@ class RemoteEngine:
         self.last_sign: float = time.monotonic()
         self.restarts_left = restarts
         self._settings, self._target, self._level = dict(settings), target, level
-        self._watchdog, self._observer, self._on_dead = watchdog, observer, on_dead
+        self._watchdog, self._on_dead = watchdog, on_dead
+        self._observer: Observer = observer or _Nobody()
         self._keys, self._pings = itertools.count(1), itertools.count(1)
         self._streams: dict[int, Stream] = {}
         self._pongs: dict[int, asyncio.Future[EngineMetrics | None]] = {}
@@ -91,8 +112,8 @@ class RemoteEngine:
 
     @property
     def num_open(self) -> int:
-        """Requests that have not ended."""
-        return len(self._streams)
+        """Answers that have not ended, each of n by itself."""
+        return sum(stream.choices for stream in self._streams.values())
 
     def check(self) -> None:
         """Raise `Unavailable` unless requests are taken."""
@@ -104,21 +125,44 @@ class RemoteEngine:
     ) -> Stream:
         """Send a request on its way. Raises `Unavailable`; what the engine says of it comes through the stream."""
         self.check()
-        made = Stream(next(self._keys), label, self._abort)
+        made = Stream(next(self._keys), label, getattr(params, "n", 1), self._abort)
         self._streams[made.key] = made
+        self._observer.submitted(made.key)
         self._commands.put(
             Submit(key=made.key, prompt=prompt, params=params, label=label, priority=priority, stream=stream)
         )
         return made
 
-    def _abort(self, key: int) -> None:
-        if key in self._streams:
+    def _abort(self, key: int, why: str) -> None:
+        if self._streams.pop(key, None) is not None:
             self._commands.put(Abort(key))
+            if key > 0:
+                self._observer.aborted(why)
+
+    def cancel_all(self, why: str, error: BaseException) -> None:
+        """End every open request with `error`."""
+        for stream in list(self._streams.values()):
+            stream.cancel(why, error)
 
     def reset_prefix_cache(self) -> None:
         """Let the engine forget what no request refers to."""
         self.check()
         self._commands.put(ResetCache())
+
+    async def probe(self) -> None:
+        """Let the engine write one token, ahead of what waits. Raises what it says, or `Unavailable`."""
+        self.check()
+        made = Stream(-next(self._keys), "readiness probe", 1, self._abort)
+        self._streams[made.key] = made
+        params = SamplingParams(max_tokens=1, temperature=0, ignore_eos=True, detokenize=False)
+        self._commands.put(
+            Submit(key=made.key, prompt={"prompt_token_ids": [0]}, params=params, label=made.label, priority=_FIRST)
+        )
+        try:
+            async for _ in made:
+                pass
+        finally:
+            made.cancel("probe", EngineDead("the probe was given up"))
 
     async def fresh_metrics(self, timeout: float) -> EngineMetrics | None:
         """The engine's numbers of now, or those of before if it does not answer in `timeout` seconds."""
@@ -174,6 +218,8 @@ class RemoteEngine:
 
     def _begin(self, facts: Facts) -> None:
         self.facts, self.state, self.why = facts, State.RUNNING, ""
+        self._observer.engine_started(facts)
+        self._observer.engine_up(True)
         if self._started is not None and not self._started.done():
             self._started.set_result(facts)
         else:
@@ -198,8 +244,7 @@ class RemoteEngine:
             self.metrics = news.metrics
         if news.pong is not None:
             self._answer(self._pongs.get(news.pong), news.metrics)
-        if self._observer is not None:
-            self._observer.news(news)
+        self._observer.news(_without_probes(news))
 
     async def _watch(self) -> None:
         """Ask for a sign of life, again and again; without one for too long, give the engine up."""
@@ -217,6 +262,7 @@ class RemoteEngine:
         process, starting = self._process, self._started is not None and not self._started.done()
         error = EngineDead(f"the engine process ended{_code(process)}") if failure is None else failure.error()
         self._end_watch()
+        self._observer.engine_up(False)
         if process is not None:
             self._process = None
             threading.Thread(target=_kill, args=(process, self._commands), daemon=True).start()
@@ -228,8 +274,7 @@ class RemoteEngine:
             self.restarts_left -= 1
             _log.error("%s; it is started again, %d restarts are left after this one", error, self.restarts_left)
             self.state, self.why = State.STARTING, f"the engine is starting again, since: {error}"
-            if self._observer is not None:
-                self._observer.engine_restarted()
+            self._observer.engine_restarted()
             self._spawn()
         else:
             self.state, self.why = State.DEAD, str(error)
@@ -266,6 +311,17 @@ class RemoteEngine:
         if process is not None:
             self._commands.put(Stop())
             await asyncio.to_thread(_kill, process, self._commands, _TERMINATE)
+
+
+def _without_probes(news: News) -> News:
+    """The same without the probes, whose numbers are negative: no user asked for them."""
+    if not any(ending.key < 0 for ending in news.endings) and not any(piece.key < 0 for piece in news.pieces):
+        return news
+    return dataclasses.replace(
+        news,
+        pieces=[piece for piece in news.pieces if piece.key > 0],
+        endings=[ending for ending in news.endings if ending.key > 0],
+    )
 
 
 def _code(process: BaseProcess | None) -> str:

@@ -11,9 +11,10 @@ from pagedkv.server.messages import Ending, Piece
 class Stream(AsyncIterator[list[Piece]]):
     """All methods belong to the front's event loop. Iterating gives what is new, until the request has ended."""
 
-    def __init__(self, key: int, label: str, abort: Callable[[int], None]) -> None:
+    def __init__(self, key: int, label: str, choices: int, abort: Callable[[int, str], None]) -> None:
         self.key = key
         self.label = label
+        self.choices = choices
         self.ending: Ending | None = None
         self._abort = abort
         self._accepted = False
@@ -21,6 +22,7 @@ class Stream(AsyncIterator[list[Piece]]):
         self._error: BaseException | None = None
         self._pieces: list[Piece] = []
         self._reader: asyncio.Future[None] | None = None
+        self._when_over: list[Callable[[], object]] = []
 
     # -- what the engine says ------------------------------------------------------------------------------------------
 
@@ -36,14 +38,24 @@ class Stream(AsyncIterator[list[Piece]]):
 
     def end(self, ending: Ending) -> None:
         """All has been said."""
-        self.ending, self._over = ending, True
-        self._wake()
+        self.ending = ending
+        self._finish()
 
     def fail(self, error: BaseException) -> None:
         """Nothing more will come; what came before is still read. Of several errors the first counts."""
         if not self._over:
-            self._error, self._over = error, True
-            self._wake()
+            self._error = error
+            self._finish()
+
+    def on_over(self, call: Callable[[], object]) -> None:
+        """Call this when nothing more will come."""
+        self._when_over.append(call)
+
+    def _finish(self) -> None:
+        self._over = True
+        for call in self._when_over:
+            call()
+        self._wake()
 
     def _wake(self) -> None:
         if self._reader is not None and not self._reader.done():
@@ -75,7 +87,12 @@ class Stream(AsyncIterator[list[Piece]]):
         finally:
             self._reader = None
 
-    def abort(self) -> None:
-        """Let the engine drop the request, if it still runs. Idempotent; returns at once."""
+    def cancel(self, why: str, error: BaseException) -> None:
+        """Let the engine drop the request; its handler gets `error` at once. One that is over stays as it is.
+
+        `why` is what the metrics count it under: "disconnect", "timeout", "shutdown".
+        """
         if not self._over:
-            self._abort(self.key)
+            self._pieces.clear()
+            self.fail(error)
+            self._abort(self.key, why)

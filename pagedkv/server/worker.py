@@ -16,21 +16,21 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pagedkv.api.errors import EngineDead, PagedKVError
 from pagedkv.config import EngineConfig
-from pagedkv.engine.engine import LLMEngine
 from pagedkv.engine.outputs import CompletionOutput, RequestOutput
-from pagedkv.engine.setup import build
 from pagedkv.logs import start_command_logging
 from pagedkv.server.messages import Abort, Command, Ending, Facts, Failure, News, Piece, Ping, ResetCache, Stop, Submit
 
-_log = logging.getLogger("pagedkv.server")
+if TYPE_CHECKING:
+    from pagedkv.engine.engine import LLMEngine
 
+_log = logging.getLogger("pagedkv.server")
 _OVER = -1  # told to the end
 
-Make = Callable[[Mapping[str, Any]], LLMEngine]
+Make = Callable[[Mapping[str, Any]], "LLMEngine"]
 """An engine of the settings of `EngineConfig`."""
 
 
@@ -52,7 +52,9 @@ def main(connection: Connection, settings: Mapping[str, Any], level: str, make: 
 
 
 def make_engine(settings: Mapping[str, Any]) -> LLMEngine:
-    """Load a model."""
+    """Load a model; its modules are loaded here too, so that the front, which imports this one, has none of them."""
+    from pagedkv.engine.engine import LLMEngine
+    from pagedkv.engine.setup import build
     from pagedkv.progress import loading_bar
 
     with loading_bar() as progress:
@@ -180,7 +182,8 @@ class Worker:
         for choice in output.outputs:
             known = told[choice.index]
             if known != _OVER and (len(choice.token_ids) > known or choice.finish_reason is not None):
-                self._news.pieces.append(_piece(key, choice, known))
+                first = output.prompt_logprobs if choice.index == 0 and known == 0 else None
+                self._news.pieces.append(_piece(key, choice, known, first))
                 told[choice.index] = len(choice.token_ids) if choice.finish_reason is None else _OVER
         if output.finished:
             self._news.endings.append(_ending(key, output))
@@ -200,7 +203,7 @@ class Worker:
             self._news = News()
 
 
-def _piece(key: int, choice: CompletionOutput, known: int) -> Piece:
+def _piece(key: int, choice: CompletionOutput, known: int, prompt_logprobs: Any) -> Piece:
     return Piece(
         key=key,
         index=choice.index,
@@ -209,6 +212,7 @@ def _piece(key: int, choice: CompletionOutput, known: int) -> Piece:
         logprobs=None if choice.logprobs is None else choice.logprobs[known:],
         finish_reason=choice.finish_reason,
         stop_reason=choice.stop_reason,
+        prompt_logprobs=prompt_logprobs,
     )
 
 
@@ -219,5 +223,4 @@ def _ending(key: int, output: RequestOutput) -> Ending:
         num_cached_tokens=output.num_cached_tokens,
         num_host_cached_tokens=output.num_host_cached_tokens,
         metrics=output.metrics,
-        prompt_logprobs=output.prompt_logprobs,
     )

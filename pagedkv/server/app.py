@@ -1,0 +1,231 @@
+"""The routes: each checks nothing itself, but hands its body to the module of its family."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from fastapi import APIRouter, FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.routing import APIRoute
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from pagedkv import __version__
+from pagedkv.api.errors import PagedKVError
+from pagedkv.server.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from pagedkv.server.chat import chat
+from pagedkv.server.completions import complete
+from pagedkv.server.errors import HTTPError, Unavailable
+from pagedkv.server.front import Caller, Front
+from pagedkv.server.remote import State
+from pagedkv.server.replies import Json, error_reply
+from pagedkv.server.tokens import detokenize, tokenize
+
+_log = logging.getLogger("pagedkv.server.http")
+_FRESH = 1.0  # seconds that a scrape waits for the engine's numbers of now
+_QUIET = ("/health", "/ready", "/metrics")
+_MOST_PROBLEMS = 3
+_LONGEST = 200  # characters of one problem, since it may quote the body
+
+
+router = APIRouter()
+
+
+@router.post("/v1/completions", response_model=None)
+async def completions(body: CompletionBody, request: Request) -> Response:
+    """Go on from a prompt, or several."""
+    return await complete(front_of(request), body, caller_of(request))
+
+
+@router.post("/v1/chat/completions", response_model=None)
+async def chat_completions(body: ChatBody, request: Request) -> Response:
+    """The next message of a conversation."""
+    return await chat(front_of(request), body, caller_of(request))
+
+
+@router.post("/tokenize", response_model=None)
+async def tokenized(body: TokenizeBody, request: Request) -> Response:
+    """The ids of a text or a conversation."""
+    return Json(await tokenize(front_of(request), body, caller_of(request)))
+
+
+@router.post("/detokenize", response_model=None)
+async def detokenized(body: DetokenizeBody, request: Request) -> Response:
+    """The text of ids."""
+    return Json(await detokenize(front_of(request), body, caller_of(request)))
+
+
+@router.get("/v1/models", response_model=None)
+async def models(request: Request) -> Response:
+    """The names that this server answers to."""
+    front = front_of(request)
+    return Json({"object": "list", "data": [_model(front, name) for name in front.names]})
+
+
+@router.get("/v1/models/{name:path}", response_model=None)
+async def model(name: str, request: Request) -> Response:
+    """One of them."""
+    front = front_of(request)
+    return Json(_model(front, front.check_model(name)))
+
+
+@router.get("/version", response_model=None)
+async def version() -> Response:
+    """This package's version."""
+    return Json({"version": __version__})
+
+
+@router.get("/health", response_model=None)
+async def health(request: Request) -> Response:
+    """Whether the engine's steps go on, as it was last heard to say itself."""
+    front = front_of(request)
+    if front.engine.state is not State.RUNNING:
+        raise Unavailable(front.engine.why, code=f"engine_{front.engine.state.value}")
+    return Json({"status": "draining" if front.draining else "ok"})
+
+
+@router.get("/ready", response_model=None)
+async def ready(request: Request) -> Response:
+    """Whether a token can be had: one is written."""
+    await front_of(request).ready()
+    return Json({"status": "ready"})
+
+
+@router.get("/metrics", response_model=None)
+async def metrics(request: Request) -> Response:
+    """All series, for Prometheus."""
+    front = front_of(request)
+    await front.engine.fresh_metrics(_FRESH)
+    text, media_type = front.metrics.text(request.headers.get("accept", ""))
+    return Response(text, headers={"Content-Type": media_type})
+
+
+ROUTES: Mapping[str, tuple[str, ...]] = {
+    route.path: tuple(route.methods or ()) for route in router.routes if isinstance(route, APIRoute)
+}
+"""Path templates, and their methods."""
+
+
+def create_app(front: Front) -> FastAPI:
+    """All routes over one front."""
+    app = FastAPI(title="pagedkv", version=__version__, docs_url=None, redoc_url=None)
+    app.state.front = front
+    app.include_router(router)
+    _errors(app)
+    return app
+
+
+def front_of(request: Request) -> Front:
+    """The server's state."""
+    front: Front = request.app.state.front
+    return front
+
+
+def caller_of(request: Request) -> Caller:
+    """Who asks, as the guard in front of all routes found out."""
+    state: dict[str, Any] = request.scope["state"]
+    return Caller(label=state["request_id"], salt=state["tenant"].cache_salt)
+
+
+def _model(front: Front, name: str) -> dict[str, Any]:
+    return {
+        "id": name,
+        "object": "model",
+        "created": front.created,
+        "owned_by": "pagedkv",
+        "root": name,
+        "parent": None,
+        "max_model_len": front.facts.max_model_len,
+    }
+
+
+# -- errors ------------------------------------------------------------------------------------------------------------
+
+
+def _errors(app: FastAPI) -> None:
+    @app.exception_handler(PagedKVError)
+    async def ours(request: Request, error: Exception) -> Response:
+        front_of(request).metrics.refused(error)
+        return error_reply(error)
+
+    @app.exception_handler(RequestValidationError)
+    async def invalid(request: Request, error: Exception) -> Response:
+        refusal = _refusal(error) if isinstance(error, RequestValidationError) else HTTPError(400, "invalid")
+        return await ours(request, refusal)
+
+    @app.exception_handler(HTTPException)
+    async def other(request: Request, error: Exception) -> Response:
+        status = error.status_code if isinstance(error, HTTPException) else 500
+        detail = str(error.detail) if isinstance(error, HTTPException) else "it failed"
+        headers = dict(error.headers or {}) if isinstance(error, HTTPException) else {}
+        if status == 404:
+            detail = f"there is nothing at {request.url.path[:_LONGEST]!a}"
+        return await ours(request, HTTPError(status, detail, headers=headers))
+
+    @app.exception_handler(Exception)
+    async def unforeseen(request: Request, error: Exception) -> Response:
+        _log.error("request %s failed", request.scope.get("state", {}).get("request_id", "?"), exc_info=error)
+        return error_reply(error)
+
+
+def _refusal(error: RequestValidationError) -> HTTPError:
+    """What is wrong with a body, by field; no more than three problems, and none that quotes a whole body."""
+    problems: dict[str, list[str]] = {}
+    for problem in error.errors():
+        where = [str(part)[:_LONGEST] for part in problem["loc"] if part != "body"]
+        if problem["type"] == "json_invalid":
+            reason = problem.get("ctx", {}).get("error", "")
+            return HTTPError(400, f"the body is no JSON: {reason} at character {where[-1] if where else 0}")
+        problems.setdefault(where[0] if where else "body", []).append(_reason(where[1:], problem["msg"]))
+    shown = [f"{ascii(field)[1:-1]}: {_either(reasons)}" for field, reasons in list(problems.items())[:_MOST_PROBLEMS]]
+    more = f"; and {len(problems) - len(shown)} fields more" if len(problems) > len(shown) else ""
+    param = next((field for field in problems if field != "body"), None)
+    return HTTPError(400, "; ".join(shown) + more, param=param, code="invalid_value")
+
+
+def _reason(place: list[str], words: str) -> str:
+    inside = [part for part in place if part.isdigit() or part.isidentifier()]
+    return f"{words[:_LONGEST]}{' at ' + ascii('.'.join(inside[:3]))[1:-1] if inside else ''}"
+
+
+def _either(reasons: list[str]) -> str:
+    """One reason, or those why a value is none of several kinds."""
+    return reasons[0] if len(reasons) == 1 else "; or ".join(dict.fromkeys(reasons[:_MOST_PROBLEMS]))
+
+
+# -- what every request leaves behind ----------------------------------------------------------------------------------
+
+
+class Access:
+    """One log line a request, and its place in the metrics. Bodies and query strings are in neither."""
+
+    def __init__(self, app: ASGIApp, count: Callable[[str | None, str, int, float], None]) -> None:
+        self._app, self._count = app, count
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass on, and look at the status."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        began, status = time.perf_counter(), 0
+
+        async def sending(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        try:
+            await self._app(scope, receive, sending)
+        finally:
+            seconds = time.perf_counter() - began
+            route = getattr(scope.get("route"), "path", None)
+            self._count(route, scope["method"], status, seconds)
+            level = logging.DEBUG if route in _QUIET else logging.INFO
+            label = scope.get("state", {}).get("request_id", "-")
+            path = ascii(scope["path"][:_LONGEST])[1:-1]
+            _log.log(level, "%s %s %s in %.3f s, request %s", scope["method"], path, status or "left", seconds, label)
