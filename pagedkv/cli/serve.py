@@ -42,7 +42,7 @@ SERVER: Mapping[str, Mapping[str, Any]] = {
     "watchdog_timeout": {
         "help": "Time without a sign of life after which the engine is given up; 0 is no limit.",
         **_SECONDS,
-        "default": 60.0,
+        "default": 300.0,
     },
     "restart_engine": {"help": "How often a lost engine is started again.", **_COUNT, "default": 0},
     "ready_timeout": {"help": "Time for the one token of GET /ready.", **_SECONDS, "default": 5.0},

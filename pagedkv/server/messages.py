@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
-from pagedkv.api.errors import ConfigError, EngineDead, ModelError, PagedKVError, RequestInvalid, RequestTooLong
+from pagedkv.api.errors import EngineDead, PagedKVError, RequestInvalid
 from pagedkv.engine.metrics import EngineMetrics
 from pagedkv.engine.outputs import Logprob, RequestMetrics
 from pagedkv.models.tokenizer import Tokenizer
@@ -91,11 +91,20 @@ class Failure:
         return cls(kind=kind, message=str(error) or kind, field=getattr(error, "field", ""))
 
     def error(self) -> PagedKVError:
-        """The error again."""
+        """The error again; one that is none of ours ended the engine."""
         if self.kind == RequestInvalid.__name__:
             return RequestInvalid(self.message, field=self.field)
-        known = {kind.__name__: kind for kind in (ConfigError, ModelError, RequestTooLong)}
-        return known.get(self.kind, EngineDead)(self.message)
+        return _KINDS.get(self.kind, EngineDead)(self.message)
+
+
+def _all_kinds(kind: type[PagedKVError]) -> dict[str, type[PagedKVError]]:
+    found = {kind.__name__: kind}
+    for below in kind.__subclasses__():
+        found |= _all_kinds(below)
+    return found
+
+
+_KINDS = {name: kind for name, kind in _all_kinds(PagedKVError).items() if kind.__module__ == PagedKVError.__module__}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

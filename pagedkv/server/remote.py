@@ -86,7 +86,7 @@ class RemoteEngine:
         target: Callable[..., None],
         *,
         level: str = "INFO",
-        watchdog: float | None = 60.0,
+        watchdog: float | None = 300.0,
         restarts: int = 0,
         observer: Observer | None = None,
         on_dead: Callable[[], None] = lambda: None,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import signal
 import socket
@@ -34,6 +35,7 @@ _log = logging.getLogger("pagedkv.server")
 _POLL = 0.05  # seconds
 _LAST_WORDS = 2.0  # seconds for streams to send why they end
 _BACKLOG = 2048
+_FILES = 65536
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
@@ -45,6 +47,7 @@ def serve(
     if config.tool_call_parser is not None:
         get_parser(config.tool_call_parser)
     listener = bind(config)
+    _allow_many_connections()
     try:
         return _loop_factory()(Server(settings, config, keys, listener, level, target).run())
     finally:
@@ -57,6 +60,19 @@ def _loop_factory() -> Callable[[Any], int]:
     except ImportError:  # not made for every system
         return asyncio.run
     return uvloop.run
+
+
+def _allow_many_connections() -> None:
+    """Each open stream is a file to the system, whose soft limit is meant for other programs."""
+    try:
+        import resource
+    except ImportError:  # not every system has such limits
+        return
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _FILES if hard == resource.RLIM_INFINITY else min(_FILES, hard)
+    if soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+        _log.debug("up to %d files may be open, %d before", wanted, soft)
 
 
 def bind(config: ServerConfig) -> socket.socket:
@@ -138,6 +154,8 @@ class Server:
         while not server.started and not serving.done():
             await asyncio.sleep(_POLL / 10)
         self._say_where(front)
+        gc.collect()
+        gc.freeze()  # what is loaded now stays: no collection has to go through it
         await asyncio.wait((serving, stopping), return_when=asyncio.FIRST_COMPLETED)
         stopping.cancel()
         if self._fatal:

@@ -36,7 +36,7 @@ class ServerConfig:
     max_body_size: int = 32 * 1024**2
     request_timeout: float | None = 1800.0
     drain_timeout: float = 30.0
-    watchdog_timeout: float | None = 60.0
+    watchdog_timeout: float | None = 300.0
     restart_engine: int = 0
     ready_timeout: float = 5.0
     exit_delay: float = 5.0

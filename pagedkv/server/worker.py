@@ -7,6 +7,7 @@ One thread does all of it, so whatever holds up the steps holds up the answer to
 
 from __future__ import annotations
 
+import gc
 import logging
 import multiprocessing
 import os
@@ -109,6 +110,8 @@ class Worker:
         """Serve until told to stop, or until the pipe or the engine ends; returns the exit code."""
         try:
             self._connection.send(facts_of(self._engine))
+            gc.collect()
+            gc.freeze()  # what is loaded now stays: no collection has to go through it
             while self._take():
                 if self._engine.has_unfinished_requests():
                     self._step()
