@@ -95,8 +95,13 @@ class Keys:
         return found
 
     def reload(self) -> None:
-        """Read the file again and log whose keys came and went. Raises `ConfigError`; the keys then stay."""
-        before, self._tenants = set(self.names), self._read()
+        """Read the file again and log whose keys came and went, or why it is bad and they all stay."""
+        before = set(self.names)
+        try:
+            self._tenants = self._read()
+        except ConfigError as error:
+            _log.error("the API keys stay as they were: %s", error)
+            return
         now = set(self.names)
         came, went = (", ".join(sorted(names)) or "none" for names in (now - before, before - now))
         _log.info("API keys read again: %d in all; new: %s; gone: %s", len(now), came, went)
