@@ -16,9 +16,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pagedkv import __version__
 from pagedkv.api.errors import PagedKVError
-from pagedkv.server.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from pagedkv.server.bodies import ChatBody, CompletionBody, DetokenizeBody, EmbeddingBody, TokenizeBody
 from pagedkv.server.chat import chat
 from pagedkv.server.completions import complete
+from pagedkv.server.embeddings import embed
 from pagedkv.server.errors import HTTPError, Unavailable
 from pagedkv.server.front import Caller, Front
 from pagedkv.server.remote import State
@@ -45,6 +46,12 @@ async def completions(body: CompletionBody, request: Request) -> Response:
 async def chat_completions(body: ChatBody, request: Request) -> Response:
     """The next message of a conversation."""
     return await chat(front_of(request), body, caller_of(request))
+
+
+@router.post("/v1/embeddings", response_model=None)
+async def embeddings(body: EmbeddingBody, request: Request) -> Response:
+    """Vectors of texts, by a model that declares how it pools."""
+    return await embed(front_of(request), body, caller_of(request))
 
 
 @router.post("/tokenize", response_model=None)

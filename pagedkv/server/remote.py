@@ -26,6 +26,7 @@ from typing import Any, Protocol
 from pagedkv.api.errors import EngineDead
 from pagedkv.engine.metrics import EngineMetrics
 from pagedkv.sampling.params import SamplingParams
+from pagedkv.sampling.pooling import PoolingParams
 from pagedkv.server.errors import Unavailable
 from pagedkv.server.messages import Abort, Command, Facts, Failure, News, Ping, ResetCache, Stop, Submit, Told
 from pagedkv.server.stream import Stream
@@ -58,7 +59,7 @@ class Observer(Protocol):
     def aborted(self, reason: str) -> None:
         """A request was given up: "disconnect", "timeout", "shutdown" or "client"."""
 
-    def engine_started(self, facts: Facts) -> None:
+    def describe(self, facts: Facts) -> None:
         """An engine has started."""
 
     def engine_up(self, up: bool) -> None:
@@ -154,7 +155,9 @@ class RemoteEngine:
         self.check()
         made = Stream(-next(self._keys), "readiness probe", 1, self._abort)
         self._streams[made.key] = made
-        params = SamplingParams(max_tokens=1, temperature=0, ignore_eos=True, detokenize=False)
+        params: SamplingParams | PoolingParams = PoolingParams()
+        if self.facts is None or not self.facts.pooling:
+            params = SamplingParams(max_tokens=1, temperature=0, ignore_eos=True, detokenize=False)
         self._commands.put(
             Submit(key=made.key, prompt={"prompt_token_ids": [0]}, params=params, label=made.label, priority=_FIRST)
         )
@@ -218,7 +221,7 @@ class RemoteEngine:
 
     def _begin(self, facts: Facts) -> None:
         self.facts, self.state, self.why = facts, State.RUNNING, ""
-        self._observer.engine_started(facts)
+        self._observer.describe(facts)
         self._observer.engine_up(True)
         if self._started is not None and not self._started.done():
             self._started.set_result(facts)

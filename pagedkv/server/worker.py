@@ -226,4 +226,5 @@ def _ending(key: int, output: RequestOutput) -> Ending:
         num_cached_tokens=output.num_cached_tokens,
         num_host_cached_tokens=output.num_host_cached_tokens,
         metrics=output.metrics,
+        embedding=output.embedding,
     )
