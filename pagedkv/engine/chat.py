@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -42,7 +43,7 @@ def chat_prompt(
         )
     checked = _check_messages(messages)
     _check_variables(variables)
-    _check_tools(tools, chat_template or tokenizer.chat_template)
+    _check_tools(tools, checked, chat_template or tokenizer.chat_template)
     if chat_template is not None and not isinstance(chat_template, str):
         raise RequestInvalid("chat_template must be the text of a Jinja template", field="chat_template")
     text = tokenizer.apply_chat_template(
@@ -68,10 +69,45 @@ def _check_message(message: Any, where: str) -> dict[str, Any]:
         )
     if not isinstance(message.get("role"), str) or not message["role"]:
         raise RequestInvalid(f'{where} needs a "role", such as "user", "assistant" or "system"', field="messages")
-    content = message.get("content")
-    if content is None and not (message.get("tool_calls") or message.get("function_call")):
+    # Clients send back what is null in an answer; templates ask whether a name is there.
+    given = {name: value for name, value in message.items() if value is not None}
+    calls = _tool_calls(given.pop("tool_calls", ()), where)
+    content = given.get("content")
+    if content is None and not (calls or given.get("function_call")):
         raise RequestInvalid(f'{where} has no "content"', field="messages")
-    return {**message, "content": _text_of(content, where)}
+    if calls:
+        # Templates write a missing text as "None" unless they expect it.
+        return {**given, "content": _text_of(content, where) or "", "tool_calls": calls}
+    return {**given, "content": _text_of(content, where)}
+
+
+def _tool_calls(calls: Any, where: str) -> list[dict[str, Any]]:
+    """Calls with their arguments as mappings, which templates write as JSON; the API has them as JSON text."""
+    if not isinstance(calls, Sequence) or isinstance(calls, str | bytes | bytearray):
+        raise RequestInvalid(f'"tool_calls" of {where} must be a list', field="messages")
+    return [_tool_call(call, f"tool_calls[{number}] of {where}") for number, call in enumerate(calls)]
+
+
+def _tool_call(call: Any, where: str) -> dict[str, Any]:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise RequestInvalid(
+            f'{where} must be a mapping such as {{"type": "function", "function": {{"name": ..., "arguments": ...}}}}',
+            field="messages",
+        )
+    return {**call, "function": {**function, "arguments": _arguments(function.get("arguments"), where)}}
+
+
+def _arguments(arguments: Any, where: str) -> Mapping[str, Any]:
+    if arguments is None or arguments == "":
+        return {}
+    try:
+        read = json.loads(arguments) if isinstance(arguments, str) else arguments
+    except (ValueError, RecursionError) as error:
+        raise RequestInvalid(f'"arguments" of {where} are not JSON: {error}', field="messages") from error
+    if not isinstance(read, Mapping):
+        raise RequestInvalid(f'"arguments" of {where} must be a JSON object', field="messages")
+    return read
 
 
 def _text_of(content: Any, where: str) -> str | None:
@@ -108,7 +144,9 @@ def _check_variables(variables: Any) -> None:
         )
 
 
-def _check_tools(tools: Any, template: Any) -> None:
+def _check_tools(tools: Any, messages: Sequence[Mapping[str, Any]], template: Any) -> None:
+    if isinstance(template, str) and "tool_calls" not in template and any("tool_calls" in each for each in messages):
+        _log.warning("the chat template has no place for tool calls: the model does not see them")
     if tools is None:
         return
     if not isinstance(tools, Sequence) or isinstance(tools, str) or not all(isinstance(t, Mapping) for t in tools):
