@@ -13,6 +13,8 @@ from types import SimpleNamespace
 import httpx
 import pytest
 import uvicorn
+from hypothesis import given
+from hypothesis import strategies as st
 
 from pagedkv.api.errors import ConfigError
 from pagedkv.server.guard import guarded
@@ -25,6 +27,7 @@ JSON = ("content-type", "application/json")
 AUTH = ("authorization", f"Bearer {KEY}")
 
 
+PAGE = "https://chat.example:8443"
 WIDE = {"host": "0.0.0.0"}
 
 
@@ -382,6 +385,27 @@ def test_a_websocket_gets_past_nothing(app):
     assert [message["type"] for message in sent] == ["websocket.close"] and app.calls == []
 
 
+NAMES = ("host", "authorization", "content-type", "content-encoding", "content-length", "x-request-id", "origin")
+FITTING = [LOCAL[1], JSON[1], AUTH[1], "2", "127.0.0.1", "[::1]:8000", "identity", PAGE]
+HEADERS = st.lists(
+    st.tuples(st.sampled_from(NAMES), st.sampled_from(FITTING) | st.binary().map(lambda value: value.decode("latin-1")))
+)
+
+
+@given(HEADERS, st.sampled_from(["GET", "POST", "OPTIONS", "x"]))
+def test_whatever_the_headers_hold_there_is_one_answer_and_none_gets_in_without_a_key(headers, method):
+    app = App()
+    asked = Asked(guard(app, keys=Keys([KEY]), allowed_origins=[PAGE]), method, "/v1/models", headers, [b"{}"])
+    assert [message["type"] for message in asked.sent] == ["http.response.start", "http.response.body"]
+    assert re.fullmatch("[ -~]{1,128}", asked.headers["x-request-id"])
+    assert bool(app.calls) == (asked.status == 200)
+    if app.calls:
+        given = {name: [value for key, value in headers if key == name] for name in NAMES}
+        assert len(given["host"]) == 1 and len(given["authorization"]) == 1 and KEY in given["authorization"][0]
+    else:
+        assert asked.status in (400, 401, 413, 415, 421) and asked.error
+
+
 # -- labels ------------------------------------------------------------------------------------------------------------
 
 
@@ -407,7 +431,6 @@ def test_u49_requests_may_share_a_label(ask, app):
 
 # -- CORS --------------------------------------------------------------------------------------------------------------
 
-PAGE = "https://chat.example:8443"
 PREFLIGHT = [
     LOCAL,
     ("origin", PAGE),
