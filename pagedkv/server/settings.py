@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from pagedkv.api.errors import ConfigError
 
@@ -21,7 +21,7 @@ class ServerConfig:
 
     host: str = "127.0.0.1"
     port: int = 8000
-    api_keys: tuple[str, ...] = ()
+    api_keys: tuple[str, ...] = field(default=(), repr=False)
     api_key_file: str | None = None
     served_model_names: tuple[str, ...] = ()
     allowed_hosts: tuple[str, ...] = ()
