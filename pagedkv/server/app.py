@@ -107,7 +107,7 @@ async def metrics(request: Request) -> Response:
     """All series, for Prometheus."""
     front = front_of(request)
     await front.engine.fresh_metrics(_FRESH)
-    text, media_type = front.metrics.text(request.headers.get("accept", ""))
+    text, media_type = front.metrics.text()
     return Response(text, headers={"Content-Type": media_type})
 
 
