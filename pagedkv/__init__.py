@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from pagedkv.engine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
     from pagedkv.engine.scoring import Score
     from pagedkv.llm import LLM
+    from pagedkv.sampling.guided import GuidedDecodingParams, StructuredOutputsParams
     from pagedkv.sampling.params import SamplingParams
 
 __version__ = "0.1.0"
@@ -31,18 +32,22 @@ _HOMES = {
     "RequestMetrics": "pagedkv.engine.outputs",
     "RequestOutput": "pagedkv.engine.outputs",
     "Score": "pagedkv.engine.scoring",
+    "GuidedDecodingParams": "pagedkv.sampling.guided",
     "SamplingParams": "pagedkv.sampling.params",
+    "StructuredOutputsParams": "pagedkv.sampling.guided",
 }
 
 __all__ = [
     "LLM",
     "AsyncLLM",
     "CompletionOutput",
+    "GuidedDecodingParams",
     "Logprob",
     "RequestMetrics",
     "RequestOutput",
     "SamplingParams",
     "Score",
+    "StructuredOutputsParams",
     "__version__",
 ]
 

@@ -22,6 +22,7 @@ from pagedkv.engine.outputs import CompletionOutput, RequestMetrics, RequestOutp
 from pagedkv.engine.prompts import Prompt, PromptType, read_prompt
 from pagedkv.engine.setup import Parts
 from pagedkv.sampling.bad_words import word_ids
+from pagedkv.sampling.guided import Grammar, Grammars
 from pagedkv.sampling.logprobs import score
 from pagedkv.sampling.params import SamplingParams
 from pagedkv.sampling.sampler import Sampler
@@ -52,6 +53,20 @@ class _Sampling:
         )
 
 
+def _grammars(parts: Parts) -> Grammars | None:
+    tokenizer = parts.tokenizer
+    if tokenizer is None:
+        return None
+    return Grammars(tokenizer.to_json, tokenizer.vocab_size, parts.vocab_size, parts.end_ids)
+
+
+def _trouble(sample: Sample) -> str:
+    """Why a sample ended with an error."""
+    if sample.guide is not None and sample.guide.trouble:
+        return f"its grammar cannot go on: {sample.guide.trouble}"
+    return "no usable logits (the model gave NaN, or the request's settings mask every token)"
+
+
 class LLMEngine:
     """Owns the scheduler, the runner and every live request; `LLM` and the command line stand on it."""
 
@@ -64,6 +79,7 @@ class LLMEngine:
         self._swap = parts.swap
         self._sampler = Sampler(parts.config.max_num_seqs, parts.vocab_size, parts.config.seed, parts.device_ops)
         self._token_texts = TokenTexts(parts.tokenizer)
+        self._grammars = _grammars(parts)
         self._groups: dict[int, Group] = {}
         self._samples: dict[int, Sample] = {}  # by the scheduler's id of their request
         self._unforked: set[int] = set()  # groups whose other samples wait for the prompt
@@ -80,6 +96,7 @@ class LLMEngine:
             raise RequestInvalid("stop looks for text, but there is no tokenizer: use stop_token_ids", field="stop")
         self._bad_words(params)
         self._check_some_token_is_left(params)
+        self._grammar(params)
         self.scheduler.limit(len(ready.ids), params.max_tokens)
         return ready
 
@@ -94,6 +111,18 @@ class LLMEngine:
                 sequences += word_ids(word, partial(self.tokenizer.encode, add_special_tokens=False))
         # Some tokenizers know ids that the model does not: it cannot write those words.
         return tuple(dict.fromkeys(ids for ids in sequences if max(ids) < self.parts.vocab_size))
+
+    def _grammar(self, params: SamplingParams) -> Grammar | None:
+        """What guides the request, compiled."""
+        if params.guided_decoding is None:
+            return None
+        if self._grammars is None:
+            raise RequestInvalid(
+                "guided_decoding needs to know the tokens, and skip_tokenizer_init left the tokenizer out: make the "
+                "engine with its tokenizer",
+                field="guided_decoding",
+            )
+        return self._grammars.compiled(params.guided_decoding)
 
     def _check_some_token_is_left(self, params: SamplingParams) -> None:
         """Refuse what `allowed_token_ids` allows only to be masked at once."""
@@ -125,6 +154,7 @@ class LLMEngine:
         if isinstance(priority, bool) or not isinstance(priority, int):
             raise RequestInvalid(f"priority={priority!r} must be a whole number; lower runs first", field="priority")
         bad_words, texts = self._bad_words(params), self._texts(ready, params)
+        grammar = self._grammar(params)
         request = self.scheduler.add(
             ready.ids,
             label=request_id or "",
@@ -142,6 +172,7 @@ class LLMEngine:
             seed=self._seed(request, params),
             stream=stream,
             bad_words=bad_words,
+            grammar=grammar,
             metrics=RequestMetrics(arrival_time=time.monotonic()),
             prompt_logprobs=None if params.prompt_logprobs is None else [None] * len(ready.ids),
         )
@@ -289,6 +320,7 @@ class LLMEngine:
 
     def _set_row(self, sample: Sample, request: Request) -> None:
         group, tokens = sample.group, self.scheduler.tokens_of(request).tolist()
+        sample.guide = None if group.grammar is None else group.grammar.start(tokens[request.prompt_len :])
         self._sampler.set_row(
             request.row,
             group.params,
@@ -298,6 +330,7 @@ class LLMEngine:
             tokens[: request.prompt_len],
             tokens[request.prompt_len :],
             group.bad_words,
+            sample.guide,
         )
 
     def _score_prompts(self, step: Step, logits: torch.Tensor) -> list[Request]:
@@ -403,10 +436,7 @@ class LLMEngine:
         if sample.request is not None:
             self._samples.pop(sample.request.id, None)
         if reason is Reason.ERROR:
-            _log.error(
-                "request %s ended: no usable logits (the model gave NaN, or the request's settings mask every token)",
-                sample.group.label,
-            )
+            _log.error("request %s ended: %s", sample.group.label, _trouble(sample))
         return sample.end(reason)
 
     def _output(self, group: Group, ended: list[CompletionOutput]) -> RequestOutput:

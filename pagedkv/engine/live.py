@@ -10,6 +10,7 @@ from pagedkv.engine.outputs import CompletionOutput, Logprob, RequestMetrics, Re
 from pagedkv.engine.prompts import Prompt
 from pagedkv.models.tokenizer import Tokenizer
 from pagedkv.sampling.detokenizer import IncrementalDetokenizer
+from pagedkv.sampling.guided import Grammar, Guide
 from pagedkv.sampling.logprobs import Scored
 from pagedkv.sampling.params import SamplingParams
 from pagedkv.sampling.stop import StopStrings
@@ -54,6 +55,7 @@ class Sample:
     index: int
     text: Text | None
     request: Request | None = None
+    guide: Guide | None = None
     ids: list[int] = field(default_factory=list)
     logprobs: list[Logprobs] = field(default_factory=list)
     told: int = 0
@@ -116,6 +118,7 @@ class Group:
     seed: int
     stream: bool
     bad_words: tuple[tuple[int, ...], ...]
+    grammar: Grammar | None
     metrics: RequestMetrics
     samples: list[Sample] = field(default_factory=list)
     prompt_logprobs: list[Logprobs | None] | None = None

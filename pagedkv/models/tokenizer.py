@@ -76,6 +76,11 @@ class Tokenizer:
         text: str = self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
         return text
 
+    def to_json(self) -> str:
+        """What `tokenizers` writes to a tokenizer.json."""
+        text: str = self._backend.to_str()
+        return text
+
     def apply_chat_template(
         self,
         messages: Sequence[Mapping[str, Any]],

@@ -1,9 +1,9 @@
 """What single requests change about their logits before a token is drawn.
 
-The order is that of vLLM's sampler (vllm/v1/sample/sampler.py): allowed ids, bad words, min tokens, logit bias, then
-penalties, and after these temperature, min-p, top-k and top-p (see `truncation`). The repetition penalty is that of
-Keskar et al., "CTRL" (2019), and counts prompt and output; presence and frequency penalty are those of the OpenAI API
-and count the output only.
+The order is that of vLLM's sampler (vllm/v1/sample/sampler.py): grammar, allowed ids, bad words, min tokens, logit
+bias, then penalties, and after these temperature, min-p, top-k and top-p (see `truncation`). The repetition penalty is
+that of Keskar et al., "CTRL" (2019), and counts prompt and output; presence and frequency penalty are those of the
+OpenAI API and count the output only.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from pagedkv.sampling.guided import Guide
 from pagedkv.sampling.params import SamplingParams
 from pagedkv.sampling.weights import Ids
 
@@ -48,13 +49,14 @@ class Adjuster:
         prompt: Sequence[int],
         output: Sequence[int],
         bad_words: Sequence[Sequence[int]],
+        guide: Guide | None = None,
     ) -> None:
-        """Give `row` to a request, whose tokens so far are `prompt` and `output`."""
+        """Give `row` to a request, whose tokens so far are `prompt` and `output`; `guide` is after them."""
         self._min_tokens[row] = params.min_tokens
         # An id outside the vocabulary (some files name such an end token) is never drawn: nothing to mask.
         inside = {i for i in (*end_ids, *params.stop_token_ids) if 0 <= i < self._vocab_size}
         self._end_ids[row] = np.array(sorted(inside), np.int64)
-        wishes = Wishes(params, prompt, output, bad_words)
+        wishes = Wishes(params, prompt, output, bad_words, guide)
         self._asks[row] = wishes.any
         self._follows[row] = wishes.follows
         if wishes.any:
@@ -70,6 +72,7 @@ class Adjuster:
             return logits
         changed = logits.clone()
         wishes = [(at, self._wishes[row]) for at, row in zip(asking.tolist(), rows[asking].tolist(), strict=True)]
+        _allow(changed, [(at, _there(w.guide.denied(), changed)) for at, w in wishes if w.guide is not None])
         _allow(changed, [(at, w.denied(changed)) for at, w in wishes if w.allowed is not None])
         masked = [(at, w.masked()) for at, w in wishes if w.bad_words]
         masked += [(at, self._end_ids[row]) for at, row in zip(early.tolist(), rows[early].tolist(), strict=True)]
@@ -88,8 +91,14 @@ class Wishes:
     """What one request asks for, and what of its tokens that depends on."""
 
     def __init__(
-        self, params: SamplingParams, prompt: Sequence[int], output: Sequence[int], bad_words: Sequence[Sequence[int]]
+        self,
+        params: SamplingParams,
+        prompt: Sequence[int],
+        output: Sequence[int],
+        bad_words: Sequence[Sequence[int]],
+        guide: Guide | None,
     ) -> None:
+        self.guide = guide
         self.allowed: tuple[int, ...] | None = params.allowed_token_ids
         self._denied: torch.Tensor | None = None
         self.bias = _bias(params.logit_bias) if params.logit_bias else None
@@ -105,15 +114,18 @@ class Wishes:
     @property
     def any(self) -> bool:
         """Whether there is anything to do."""
-        return self.allowed is not None or self.bias is not None or bool(self.bad_words) or self.history is not None
+        masks = self.guide is not None or self.allowed is not None or bool(self.bad_words)
+        return masks or self.bias is not None or self.history is not None
 
     @property
     def follows(self) -> bool:
         """Whether the output matters."""
-        return self.history is not None or self._longest > 0
+        return self.guide is not None or self.history is not None or self._longest > 0
 
     def append(self, token: int) -> None:
         """The output goes on with `token`."""
+        if self.guide is not None:
+            self.guide.append(token)
         if self.history is not None:
             self.history.append(token)
         if self._longest:
@@ -180,6 +192,11 @@ def _place(device: torch.device, ids: Sequence[tuple[int, Ids]]) -> Place:
     rows = np.repeat([at for at, _ in ids], [len(row_ids) for _, row_ids in ids])
     both = torch.from_numpy(np.stack([rows, np.concatenate([row_ids for _, row_ids in ids])])).to(device)
     return both[0], both[1]
+
+
+def _there(denied: npt.NDArray[np.bool_], logits: torch.Tensor) -> torch.Tensor:
+    """`denied` on the device of `logits`."""
+    return torch.from_numpy(denied).to(logits.device)
 
 
 def _allow(changed: torch.Tensor, denied: Sequence[tuple[int, torch.Tensor]]) -> None:

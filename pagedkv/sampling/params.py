@@ -11,6 +11,7 @@ from numbers import Integral, Real
 from typing import Any
 
 from pagedkv.api.errors import ConfigError, RequestInvalid
+from pagedkv.sampling.guided import GuidedDecodingParams, guided_params
 
 GREEDY_BELOW = 1e-5
 """Temperatures under this one mean greedy: the most probable token, nothing divided."""
@@ -21,7 +22,6 @@ _NOT_BUILT: Mapping[str, tuple[Any, ...]] = {
     "spaces_between_special_tokens": (True,),
     "logits_processors": _OFF,
     "truncate_prompt_tokens": (None,),
-    "guided_decoding": (None,),
 }
 """Known names without an implementation, with the values that ask for nothing."""
 
@@ -103,6 +103,11 @@ _CONTRADICTIONS: Sequence[tuple[tuple[str, ...], Callable[[Any], bool], str]] = 
         lambda p: p.stop and not p.detokenize,
         "stop looks for text, and detokenize=False makes none: leave one of them out, or use stop_token_ids",
     ),
+    (
+        ("guided_decoding", "ignore_eos"),
+        lambda p: p.guided_decoding is not None and p.ignore_eos,
+        "guided_decoding ends an answer where its grammar ends, which ignore_eos forbids: leave one of them out",
+    ),
 )
 """Fields that cannot all be as they are, when, and the reason, which stands under the first of them."""
 
@@ -120,6 +125,7 @@ class SamplingParams:
     completes, with a space before them neither. `stop` is a text or several; the answer ends before the first that it
     completes, or after it with `include_stop_str_in_output`. `n` answers share the prompt's blocks. `logprobs` and
     `prompt_logprobs` ask for so many of the most probable tokens beside each token of the answer, or of the prompt.
+    `guided_decoding`, or `structured_outputs`, is a `GuidedDecodingParams` or a mapping of its settings.
 
     Raises `RequestInvalid` with every wrong field and the accepted ranges, `ConfigError` for an unknown name (with the
     nearest known one) and for a known one that is not built yet and is off its neutral value.
@@ -151,7 +157,8 @@ class SamplingParams:
     spaces_between_special_tokens: bool = True
     logits_processors: Any = None
     truncate_prompt_tokens: int | None = None
-    guided_decoding: Any = None
+    guided_decoding: GuidedDecodingParams | Any = None
+    structured_outputs: Any = None
 
     def __new__(cls, *args: Any, **fields: Any) -> SamplingParams:
         """Refuse unknown names before the generated `__init__` sees them: its TypeError would suggest nothing."""
@@ -227,6 +234,19 @@ class SamplingParams:
                 self._set(name, normal(getattr(self, name)))
             except (ValueError, OverflowError):
                 yield name, f"{name} must be {accepted}, got {getattr(self, name)!r}"
+        yield from self._normalize_guided()
+
+    def _normalize_guided(self) -> Iterator[tuple[str, str]]:
+        """Under one of its two names."""
+        given = [value for value in (self.guided_decoding, self.structured_outputs) if value is not None]
+        if len(given) > 1:
+            yield "guided_decoding", "guided_decoding and structured_outputs are two names of one setting: give one"
+            return
+        try:
+            self._set("guided_decoding", guided_params(given[0]) if given else None)
+            self._set("structured_outputs", None)
+        except RequestInvalid as error:
+            yield error.field, str(error)
 
 
 def _several_ids(value: Any) -> tuple[int, ...] | None:

@@ -20,6 +20,7 @@ import torch
 from pagedkv.api import Event
 from pagedkv.api.errors import ConfigError
 from pagedkv.sampling.adjust import Adjuster
+from pagedkv.sampling.guided import Guide
 from pagedkv.sampling.params import SamplingParams
 from pagedkv.sampling.random import derived_key, sample_key, stream_key, uniform
 from pagedkv.sampling.truncation import Cut, draw_cut
@@ -84,12 +85,14 @@ class Sampler:
         prompt: Sequence[int] = (),
         output: Sequence[int] = (),
         bad_words: Sequence[Sequence[int]] = (),
+        guide: Guide | None = None,
     ) -> None:
         """Give `row` to a request; again after a preemption, where the tokens so far continue the same stream.
 
         `end_ids` and the request's stop ids are masked while fewer than `min_tokens` tokens exist. `seed` numbers the
         stream of a request without a seed of its own; `params.seed` stands for itself, whatever the engine's seed.
         `sample` 1, 2, ... are further streams of the same request. `bad_words` are token sequences never completed.
+        `guide` is where `output` left the request's grammar.
         """
         own = params.seed
         self._key[row] = sample_key(stream_key(own) if own is not None else derived_key(self._seed, seed), sample)
@@ -99,7 +102,7 @@ class Sampler:
         self._top_p[row] = params.top_p
         self._min_p[row] = params.min_p
         self._cuts[row] = self._top_k[row] < self.vocab_size or params.top_p < 1 or params.min_p > 0
-        self._adjuster.set_row(row, params, end_ids, prompt, output, bad_words)
+        self._adjuster.set_row(row, params, end_ids, prompt, output, bad_words, guide)
 
     def __call__(self, logits: torch.Tensor, rows: Rows, index: Int64) -> Int32:
         """Draw: logits [n, V] float32 on any device, rows [n], index [n] (tokens the row already has) -> ids [n].

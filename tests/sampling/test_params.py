@@ -196,7 +196,6 @@ def test_an_unknown_name_suggests_the_nearest() -> None:
         ("spaces_between_special_tokens", True, False),
         ("logits_processors", [], [print]),
         ("truncate_prompt_tokens", None, 8),
-        ("guided_decoding", None, {"json": {}}),
     ],
 )
 def test_names_that_are_not_built_yet(name: str, neutral: Any, other: Any) -> None:
