@@ -176,6 +176,7 @@ def _errors(app: FastAPI) -> None:
     @app.exception_handler(Exception)
     async def unforeseen(request: Request, error: Exception) -> Response:
         _log.error("request %s failed", request.scope.get("state", {}).get("request_id", "?"), exc_info=error)
+        front_of(request).metrics.refused(error)
         return error_reply(error)
 
 

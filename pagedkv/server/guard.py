@@ -41,9 +41,13 @@ _LENGTH = re.compile(rb"[0-9]{1,18}")
 
 Check = Callable[[Scope], None]
 """Looks at a request's head. Raises `HTTPError`."""
+Count = Callable[[BaseException], None]
+"""Is told of every error that a client gets."""
 
 
-def guarded(app: ASGIApp, config: ServerConfig, keys: Keys, *, body_timeout: float = 60.0) -> ASGIApp:
+def guarded(
+    app: ASGIApp, config: ServerConfig, keys: Keys, *, count: Count = lambda error: None, body_timeout: float = 60.0
+) -> ASGIApp:
     """Put `app` behind the guard, which leaves `request_id` and `tenant` in `scope["state"]`.
 
     A server that listens on this machine's own addresses alone answers to their names and to `allowed_hosts`; one that
@@ -52,11 +56,12 @@ def guarded(app: ASGIApp, config: ServerConfig, keys: Keys, *, body_timeout: flo
     """
     hosts = [_allowed_host(host) for host in config.allowed_hosts]
     origins = [_allowed_origin(origin) for origin in config.allowed_origins]
-    app = _Body(app, config.max_body_size, body_timeout)
-    app = _Checked(app, _key_check(keys), _check_form, _length_check(config.max_body_size))
+    app = _Body(app, count, config.max_body_size, body_timeout)
+    app = _Checked(app, count, _key_check(keys), _check_form, _length_check(config.max_body_size))
     if origins:
         app = _with_cors(app, origins, keys)
-    return _Labelled(_Checked(app, _host_check(hosts, everyone=not (config.loopback or hosts) or "*" in hosts)))
+    everyone = not (config.loopback or hosts) or "*" in hosts
+    return _Labelled(_Checked(app, count, _host_check(hosts, everyone=everyone)))
 
 
 def _with_cors(app: ASGIApp, origins: Sequence[str], keys: Keys) -> ASGIApp:
@@ -112,8 +117,8 @@ def _labelling(send: Send, label: bytes) -> Send:
 class _Checked:
     """Lets through what passes every check."""
 
-    def __init__(self, app: ASGIApp, *checks: Check) -> None:
-        self._app, self._checks = app, checks
+    def __init__(self, app: ASGIApp, count: Count, *checks: Check) -> None:
+        self._app, self._count, self._checks = app, count, checks
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
@@ -121,7 +126,7 @@ class _Checked:
                 for check in self._checks:
                     check(scope)
             except HTTPError as error:
-                await _refuse(error, scope, receive, send)
+                await _refuse(error, self._count, scope, receive, send)
                 return
         await self._app(scope, receive, send)
 
@@ -129,18 +134,18 @@ class _Checked:
 class _Body:
     """Reads the body, so that the app gets a whole one within the limits, or is not called."""
 
-    def __init__(self, app: ASGIApp, limit: int, timeout: float) -> None:
-        self._app, self._limit, self._timeout = app, limit, timeout
+    def __init__(self, app: ASGIApp, count: Count, limit: int, timeout: float) -> None:
+        self._app, self._count, self._limit, self._timeout = app, count, limit, timeout
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["method"] not in BODILESS:
             try:
                 body = await asyncio.wait_for(self._read(receive), self._timeout)
             except HTTPError as error:
-                await _refuse(error, scope, receive, send)
+                await _refuse(error, self._count, scope, receive, send)
                 return
             except asyncio.TimeoutError:
-                await _refuse(_too_slow(self._timeout), scope, receive, send)
+                await _refuse(_too_slow(self._timeout), self._count, scope, receive, send)
                 return
             if body is None:  # the client left: nobody waits for an answer
                 return
@@ -170,7 +175,8 @@ def _again(body: bytes, receive: Receive) -> Receive:
     return again
 
 
-async def _refuse(error: HTTPError, scope: Scope, receive: Receive, send: Send) -> None:
+async def _refuse(error: HTTPError, count: Count, scope: Scope, receive: Receive, send: Send) -> None:
+    count(error)
     await JSONResponse(body_of(error), error.status, error.headers)(scope, receive, send)
 
 

@@ -167,7 +167,9 @@ class Server:
 
     def _uvicorn(self, front: Front) -> uvicorn.Config:
         config = self._config
-        app: ASGIApp = Access(guarded(create_app(front), config, self._keys), front.metrics.http)
+        metrics = front.metrics
+        app: ASGIApp = guarded(create_app(front), config, self._keys, count=metrics.refused)
+        app = Access(app, metrics.http)
         return uvicorn.Config(
             app,
             backlog=_BACKLOG,

@@ -18,14 +18,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from prometheus_client import REGISTRY
 from prometheus_client.parser import text_string_to_metric_families
+from starlette.responses import JSONResponse
+from starlette.testclient import TestClient
 
 from pagedkv import SamplingParams
 from pagedkv.api.errors import EngineDead, RequestInvalid, RequestTooLong
 from pagedkv.engine.metrics import EngineMetrics, PoolMetrics
 from pagedkv.engine.outputs import RequestMetrics
 from pagedkv.server.errors import HTTPError, QueueFull, TimedOut, Unavailable
+from pagedkv.server.guard import guarded
+from pagedkv.server.keys import Keys
 from pagedkv.server.messages import Ending, Facts, Failure, News, Piece, Ping, Stop, Submit
 from pagedkv.server.metrics import KINDS, ServerMetrics
+from pagedkv.server.settings import ServerConfig
 from pagedkv.server.worker import Worker
 from tests.helpers.engine_rig import engine
 
@@ -262,6 +267,22 @@ def test_errors_by_kind(metrics: ServerMetrics, error: BaseException, kind: str)
         if name == "pagedkv:request_errors_total"
     }
     assert found == {one: float(one == kind) for one in KINDS}
+
+
+def test_the_guards_refusals_are_counted_too(metrics: ServerMetrics) -> None:
+    app = guarded(JSONResponse({}), ServerConfig(max_body_size=4), Keys.of(["secret"]), count=metrics.refused)
+    client = TestClient(app, base_url="http://localhost")
+    right = {"Authorization": "Bearer secret"}
+    answers = [
+        client.get("/v1/models"),
+        client.get("/v1/models", headers={"Host": "evil.example"}),
+        client.post("/v1/completions", json={"prompt": "long"}, headers=right),
+        client.post("/v1/completions", content=b"{}", headers=right),
+        client.get("/v1/models", headers=right),
+    ]
+    assert [answer.status_code for answer in answers] == [401, 421, 413, 415, 200]
+    kinds = ("invalid_api_key", "foreign_host", "body_too_large", "unsupported_media_type")
+    assert [value(metrics, "request_errors_total", kind=kind) for kind in kinds] == [1, 1, 1, 1]
 
 
 # -- the engine's own numbers ------------------------------------------------------------------------------------------
