@@ -62,11 +62,20 @@ class ToolParser(ABC):
 
     @classmethod
     @abstractmethod
-    def grammar(cls, tools: Sequence[Mapping[str, Any]], *, name: str | None, required: bool, parallel: bool) -> str:
+    def grammar(
+        cls,
+        tools: Sequence[Mapping[str, Any]],
+        *,
+        name: str | None,
+        required: bool,
+        parallel: bool,
+        form: Mapping[str, Any] | None = None,
+    ) -> str:
         """Lark text for llguidance: what an answer may be, each call with arguments after its tool's schema.
 
         `name`: one call of this tool. `required`: one call or, with `parallel`, several. Neither: any text, in which
-        whatever begins as a call is one. Raises `RequestInvalid`.
+        whatever begins as a call is one, or, with `form`, calls or a text of that form, a mapping of one setting of
+        `GuidedDecodingParams`. Raises `RequestInvalid`.
         """
 
     def push(self, text: str) -> Delta:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from pagedkv.server.tool_parsers.base import WHITE, NoCall, ObjectScanner, ToolCall, ToolParser
-from pagedkv.server.tool_parsers.tools import call_rules, checked_grammar
+from pagedkv.server.tool_parsers.tools import answer_rule, call_rules, checked_grammar
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 
@@ -28,14 +28,26 @@ class HermesParser(ToolParser):
         self._state: Callable[[str], None] = self._outside
 
     @classmethod
-    def grammar(cls, tools: Sequence[Mapping[str, Any]], *, name: str | None, required: bool, parallel: bool) -> str:
-        calls = call_rules(tools, name, before="\n", key=cls.keys[0], after="\n" + CLOSE)
+    def grammar(
+        cls,
+        tools: Sequence[Mapping[str, Any]],
+        *,
+        name: str | None,
+        required: bool,
+        parallel: bool,
+        form: Mapping[str, Any] | None = None,
+    ) -> str:
+        rules = call_rules(tools, name, before="\n", key=cls.keys[0], after="\n" + CLOSE)
         several = parallel and name is None
+        calls = f'"{OPEN}" call' + (f' ("\\n{OPEN}" call)*' if several else "")
         if name is not None or required:
-            more = f'("\\n{OPEN}" call)*' if several else ""
-            return checked_grammar(f'start: "{OPEN}" call {more}\n{calls}')
-        start = "(text_open call)* TEXT" if several else "text_open call | TEXT"
-        return checked_grammar(f'start: {start}\ntext_open[lazy]: TEXT "{OPEN}"\nTEXT: /(.|\\n)*/\n{calls}')
+            start = calls
+        elif form is not None:
+            start, rules = f"{calls} | answer", rules + answer_rule(form)
+        else:
+            start = "(text_open call)* TEXT" if several else "text_open call | TEXT"
+            rules += f'text_open[lazy]: TEXT "{OPEN}"\nTEXT: /(.|\\n)*/\n'
+        return checked_grammar(f"start: {start}\n{rules}")
 
     def _take(self, char: str) -> None:
         self._state(char)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from pagedkv.server.tool_parsers.base import WHITE, ObjectScanner, ToolParser
-from pagedkv.server.tool_parsers.tools import call_rules, checked_grammar
+from pagedkv.server.tool_parsers.tools import answer_rule, call_rules, checked_grammar
 
 TAG = "<|python_tag|>"
 
@@ -26,13 +26,22 @@ class Llama3JsonParser(ToolParser):
         self._state: Callable[[str], None] = self._before
 
     @classmethod
-    def grammar(cls, tools: Sequence[Mapping[str, Any]], *, name: str | None, required: bool, parallel: bool) -> str:
-        calls = call_rules(tools, name, before="", key=cls.keys[0], after="")
+    def grammar(
+        cls,
+        tools: Sequence[Mapping[str, Any]],
+        *,
+        name: str | None,
+        required: bool,
+        parallel: bool,
+        form: Mapping[str, Any] | None = None,
+    ) -> str:
+        rules = call_rules(tools, name, before="", key=cls.keys[0], after="")
         start = 'call ("; " call)*' if parallel and name is None else "call"
-        if name is not None or required:
-            return checked_grammar(f"start: {start}\n{calls}")
-        # Text that begins with a brace would be a call.
-        return checked_grammar(f"start: {start} | TEXT\nTEXT: /\\s*([^{{\\s](.|\\n)*)?/\n{calls}")
+        if name is None and not required:
+            start += " | answer"
+            # Text that begins with a brace would be a call.
+            rules += answer_rule(form, like_calls=True) if form is not None else "answer: /\\s*([^{\\s](.|\\n)*)?/\n"
+        return checked_grammar(f"start: {start}\n{rules}")
 
     def _take(self, char: str) -> None:
         self._held.append(char)

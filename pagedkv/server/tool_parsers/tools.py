@@ -10,15 +10,13 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Literal
 
-from llguidance import LLMatcher
-
 from pagedkv.api.errors import RequestInvalid
+from pagedkv.sampling.guided import GuidedDecodingParams
 
 _log = logging.getLogger("pagedkv.server")
 
 MAX_TOOLS = 1024
-MAX_SCHEMA = 1 << 18
-"""The longest schema of one tool, in characters of its JSON."""
+_ASKED = re.compile("^guided_decoding (json|grammar) (cannot be used: )?")
 _NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 # As chat templates write arguments into prompts, so that a forced call reads as the calls that the model has seen.
 _FORM = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
@@ -36,7 +34,7 @@ def check_tools(tools: Any) -> None:
     """Raise `RequestInvalid` with the field for what is no list of function tools as the OpenAI API has them.
 
     A function's schema must be one of an object that compiles to a grammar. What calls cannot be held to is an error
-    where the function is `strict`, and logged otherwise, once a schema.
+    where the function is `strict`, and logged otherwise, once a tool.
     """
     if not isinstance(tools, Sequence) or isinstance(tools, str | bytes):
         raise _invalid("must be a list of function tools", "tools")
@@ -82,18 +80,36 @@ def call_rules(tools: Sequence[Mapping[str, Any]], name: str | None, *, before: 
     functions = chosen_tools(tools, name)
     rules = ["call: " + " | ".join(f"call_{number}" for number in range(len(functions)))]
     for number, function in enumerate(functions):
-        opening = json.dumps(f'{before}{{"name": "{function["name"]}", "{key}": ')
+        # In the parts in which a JSON schema is read too: what is longer would win over them where both may stand.
+        parts = (before + "{", '"name"', ": ", f'"{function["name"]}"', ", ", f'"{key}"', ": ")
+        opening = " ".join(json.dumps(part) for part in parts)
         rules.append(f"call_{number}: {opening} arguments_{number} {json.dumps('}' + after)}")
-        rules.append(f"arguments_{number}: %json {_schema(function)}")
+        rules.append(f"arguments_{number}: %json {_schema(function, lenient=not function.get('strict'))}")
     return "\n".join(rules) + "\n"
+
+
+def answer_rule(form: Mapping[str, Any], *, like_calls: bool = False) -> str:
+    """The Lark rule `answer`: a JSON text as `response_format` or `guided_json` asks for it.
+
+    `form` is a mapping for `GuidedDecodingParams`. `like_calls`: with the white space of calls, so that both may begin
+    alike. Raises `RequestInvalid`, also for forms that leave calls no place.
+    """
+    if not form.keys() <= {"json", "json_object"}:
+        raise RequestInvalid(
+            f"guided_{next(iter(form))} leaves no place for calls of tools: leave it out, or set tool_choice to none",
+            field="tool_choice",
+        )
+    (grammar,) = json.loads(GuidedDecodingParams(**form).llguidance)["grammars"]
+    schema = grammar["json_schema"] | ({"x-guidance": _FORM} if like_calls else {})
+    return f"answer: %json {json.dumps(schema)}\n"
 
 
 def checked_grammar(lark: str) -> str:
     """The grammar, which compiles. Raises `RequestInvalid` where tools that compile one by one do not together."""
-    failed, reasons = LLMatcher.validate_grammar_with_warnings(lark)
-    if failed:
-        reason = _shortened(reasons[0].splitlines()[0])
-        raise _invalid(f"cannot be turned into one grammar: {reason}. Give fewer or simpler tools", "tools")
+    try:
+        GuidedDecodingParams(grammar=lark)
+    except RequestInvalid as error:
+        raise _invalid(f"make no grammar together: {_reason(error)}. Give fewer or simpler tools", "tools") from error
     return lark
 
 
@@ -102,7 +118,7 @@ def _check_tool(tool: Any, where: str) -> str:
     if not isinstance(tool, Mapping):
         raise _invalid('must be an object such as {"type": "function", "function": {"name": ...}}', where)
     if tool.get("type") != "function":
-        raise _invalid(f'must be "function", not {_shortened(repr(tool.get("type")))}', f"{where}.type")
+        raise _invalid(f'must be "function", not {tool.get("type")!a:.50}', f"{where}.type")
     function = tool.get("function")
     if not isinstance(function, Mapping):
         raise _invalid('must be an object such as {"name": ..., "parameters": {...}}', f"{where}.function")
@@ -124,36 +140,52 @@ def _check_parameters(function: Mapping[str, Any], where: str) -> None:
     if kind != "object" and not (isinstance(kind, list) and "object" in kind):
         raise _invalid('must describe an object: arguments have names. Give it "type": "object"', where)
     try:
-        schema = _schema(function)
+        reason = _reason_against_all(function)
     except (RecursionError, TypeError, ValueError) as error:
         raise _invalid(f"cannot be written as JSON ({type(error).__name__}): simplify it", where) from error
-    if len(schema) > MAX_SCHEMA:
-        raise _invalid(f"has {len(schema)} characters: give at most {MAX_SCHEMA}", where)
-    if reason := _reason_against(schema, function["name"]):
-        hint = " or leave strict out, then it is not held to all of it" if function.get("strict") else ""
-        raise _invalid(f"cannot be turned into a grammar: {_shortened(reason)}. Change it{hint}", where)
+    if reason:
+        hint = ", or leave strict out: then calls are not held to all of it" if function.get("strict") else ""
+        raise _invalid(f"makes no grammar: {reason}. Change it{hint}", where)
 
 
-def _schema(function: Mapping[str, Any]) -> str:
-    """The schema of a function's arguments as JSON text; without parameters it takes none."""
+def _reason_against_all(function: Mapping[str, Any]) -> str:
+    """Why a function's schema cannot be used, or nothing; what a lenient one leaves out is logged."""
+    reason = _reason_against(_schema(function, lenient=False))
+    if not reason or function.get("strict"):
+        return reason
+    lenient_reason = _reason_against(_schema(function, lenient=True))
+    if not lenient_reason:
+        _say_left_out(function["name"], reason)
+    return lenient_reason
+
+
+def _schema(function: Mapping[str, Any], *, lenient: bool) -> str:
+    """The schema of a function's arguments as JSON text; without parameters it takes none.
+
+    `lenient`: with what llguidance cannot hold left out. Options of llguidance in the schema itself go first.
+    """
     given = function.get("parameters")
     schema = {"properties": {}, "additionalProperties": False} if given is None else given
-    form = {**_FORM, "lenient": not function.get("strict")}
-    return json.dumps({"x-guidance": form, **schema, "type": "object"}, allow_nan=False)
+    return json.dumps({"x-guidance": {**_FORM, "lenient": lenient}, **schema, "type": "object"}, allow_nan=False)
 
 
-@lru_cache(maxsize=128)
-def _reason_against(schema: str, name: str) -> str:
-    """Why a schema compiles to no grammar, or nothing; what the grammar leaves out of it is logged."""
+@lru_cache(maxsize=256)
+def _reason_against(schema: str) -> str:
+    """Why a schema makes no grammar, or nothing."""
     try:
-        failed, reasons = LLMatcher.validate_grammar_with_warnings(LLMatcher.grammar_from_json_schema(schema))
-    except ValueError as error:
-        return str(error)
-    if failed:
-        return reasons[0]
-    if reasons:
-        _log.warning("calls of tool %s are not held to all of its schema: %s", name, _shortened("; ".join(reasons)))
+        GuidedDecodingParams(json=schema)
+    except RequestInvalid as error:
+        return _reason(error)
     return ""
+
+
+@lru_cache(maxsize=256)
+def _say_left_out(name: str, what: str) -> None:
+    _log.warning("calls of tool %s are not held to all of its schema: %s", name, what)
+
+
+def _reason(error: RequestInvalid) -> str:
+    return ascii(_ASKED.sub("", str(error))[:300])[1:-1]
 
 
 def _chosen(choice: Any) -> str:
@@ -165,10 +197,6 @@ def _chosen(choice: Any) -> str:
     raise _invalid(
         'must be "none", "auto", "required" or {"type": "function", "function": {"name": ...}}', "tool_choice"
     )
-
-
-def _shortened(text: str) -> str:
-    return ascii(text[:200])[1:-1]
 
 
 def _invalid(what: str, field: str) -> RequestInvalid:

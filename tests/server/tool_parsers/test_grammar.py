@@ -36,8 +36,9 @@ def grammar(
     name: str | None = None,
     required: bool = True,
     parallel: bool = True,
+    form: Any = None,
 ) -> str:
-    return parser.grammar(tools, name=name, required=required, parallel=parallel)
+    return parser.grammar(tools, name=name, required=required, parallel=parallel, form=form)
 
 
 EXPECTED: dict[str, tuple[set[str], Callable[[set[int]], bool]]] = {
@@ -139,6 +140,42 @@ def test_llama_text_may_not_begin_with_a_brace() -> None:
     auto = grammar(get_parser("llama3_json"), required=False)
     assert not accepts(auto, '{"answer": 5}')
     assert not accepts(auto, ' {"answer": 5}')
+
+
+PERSON = {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]}
+
+
+@EITHER
+def test_an_answer_of_a_form_may_be_calls_instead_and_nothing_else(parser: type[ToolParser]) -> None:
+    one, now = call(parser, "get_weather", WEATHER), call(parser, "now", "{}")
+    for parallel in (True, False):
+        lark = grammar(parser, required=False, parallel=parallel, form={"json": PERSON})
+        assert accepts(lark, one)
+        assert accepts(lark, '{"name": "Ada", "born": 1815}')
+        assert accepts(lark, several(parser, one, now)) == parallel
+        assert not accepts(lark, '{"born": 1815}')
+        assert not accepts(lark, "Ada")
+        assert not accepts(lark, several(parser, one, '{"name": "Ada"}'))
+        assert not accepts(lark, call(parser, "get_weather", '{"city": "Brno"}')) or parser is get_parser("llama3_json")
+    anything = grammar(parser, required=False, form={"json_object": True})
+    assert accepts(anything, '{"born": [1815]}')
+    assert accepts(anything, now)
+    assert not accepts(anything, "[]")
+
+
+@EITHER
+@pytest.mark.parametrize("form", [{"regex": "a+"}, {"choice": ["a"]}, {"grammar": 'start: "a"'}])
+def test_forms_that_leave_calls_no_place_are_refused(parser: type[ToolParser], form: dict[str, Any]) -> None:
+    with pytest.raises(RequestInvalid, match=f"guided_{next(iter(form))} leaves no place for calls") as caught:
+        grammar(parser, required=False, form=form)
+    assert caught.value.field == "tool_choice"
+
+
+@EITHER
+def test_a_bad_schema_of_the_form_is_named_as_such(parser: type[ToolParser]) -> None:
+    with pytest.raises(RequestInvalid) as caught:
+        grammar(parser, required=False, form={"json": {"type": "text"}})
+    assert caught.value.field == "guided_decoding"
 
 
 @EITHER
