@@ -119,8 +119,9 @@ def _json(value: Any) -> tuple[str, str]:
         raise ValueError(f"must be a JSON schema, an object, got {type(schema).__name__}")
     text = _text(json.dumps(dict(schema), allow_nan=False))
     _refuse_explosive(schema)
-    own: Any = None if "x-guidance" in schema else {"whitespace_pattern": _SPACE}  # else it would outweigh the schema's
-    return text, LLMatcher.grammar_from_json_schema(text, defaults=own)
+    # Beside it, whitespace_flexible in the schema itself would count for nothing.
+    bounded = "whitespace" not in json.dumps(schema.get("x-guidance", ""))
+    return text, LLMatcher.grammar_from_json_schema(text, defaults={"whitespace_pattern": _SPACE} if bounded else None)
 
 
 def _json_object(value: Any) -> tuple[bool, str]:
