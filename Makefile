@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 CPP := $(wildcard backends/pagedkv_cpu/csrc/*.h backends/pagedkv_cpu/csrc/*.cpp ci/isa/*.h ci/isa/*.cpp ci/bench/*.cpp)
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: help demo test lint types bench bench-kernels bench-swap peers compare eval certify support mutants isa aot ascend-check interpret-all cuda-kernels tiles clean setup
+.PHONY: help demo test lint types bench bench-kernels bench-swap bench-serve peers compare eval certify support mutants isa aot ascend-check interpret-all cuda-kernels tiles clean setup
 help:  ## show the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
 
@@ -47,6 +47,12 @@ bench-kernels: $(VENV)/.demo  ## the CPU kernels beside the machine's limits; wh
 
 bench-swap: $(VENV)/.demo  ## host memory behind the cache: copies, steps, the price, crowded work, hits
 	$(BIN)/python ci/bench/swap.py demo
+
+bench-serve: $(VENV)/.dev  ## the server beside the engine alone and beside other servers, and its memory; twenty minutes
+	$(BIN)/python ci/bench/serve.py demo
+	$(BIN)/python ci/bench/serve.py demo --no-engine --peers vllm,llama_cpp --clients 1,32 --modes stream --rounds 1 \
+	  --output bench-results/serve-peers.json
+	$(BIN)/python ci/bench/serve_memory.py
 
 peers:  ## environments for the engines that `compare` measures, under .peers; llama.cpp is built from source
 	PYTHON=$(PYTHON) bash ci/bench/peers/setup.sh

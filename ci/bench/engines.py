@@ -148,11 +148,11 @@ class Child:
             self._process.kill()
             self._process.wait()
 
-    def run(self, prompts: Sequence[Sequence[int]], output_len: int) -> dict[str, Any]:
-        """Its answer: figures and tokens."""
+    def run(self, prompts: Sequence[Any], output_len: int, **how: Any) -> dict[str, Any]:
+        """Its answer: figures, and of an engine the tokens. `how` are further words of the job."""
         if self._process.stdin is not None:
             try:
-                self._process.stdin.write(json.dumps({"prompts": prompts, "output_len": output_len}) + "\n")
+                self._process.stdin.write(json.dumps({"prompts": prompts, "output_len": output_len, **how}) + "\n")
                 self._process.stdin.flush()
             except BrokenPipeError:
                 pass  # it has ended: the answer says so, and why
@@ -169,7 +169,7 @@ class Child:
         except queue.Empty:
             raise NotMeasured(f"{self.name} gave no answer within {seconds:.0f} s, see {self._log}") from None
         if not line:
-            raise NotMeasured(f"{self.name} {_ended(self._process.wait())}: {last_line(self._log)} (see {self._log})")
+            raise NotMeasured(f"{self.name} {ended(self._process.wait())}: {last_line(self._log)} (see {self._log})")
         answer: dict[str, Any] = json.loads(line)
         return answer
 
@@ -180,7 +180,8 @@ def start(engine: Engine, given: Mapping[str, Any], prompt: list[int], log: Path
     return Child(engine.name, command, given["threads"], prompt, log)
 
 
-def _ended(code: int) -> str:
+def ended(code: int) -> str:
+    """How a process ended, from its exit code."""
     return f"ended with code {code}" if code >= 0 else f"was ended by {signal.Signals(-code).name}"
 
 

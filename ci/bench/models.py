@@ -119,6 +119,24 @@ def _write_folder(path: Path, dtype: str, to: Path) -> None:
     model.save_pretrained(to)
 
 
+def tokenizer_in(model: Model) -> Path:
+    """A folder with the model's tokenizer in Hugging Face layout, for a server that reads the folder of `folder_in`."""
+    if not model.is_gguf:
+        return model.path
+    folder = STORE / f"{model.path.stem}-tokenizer"
+    if not folder.exists():
+        _log.info("writing %s", folder)
+        _whole(folder, lambda to: _write_tokenizer(model.path, to))
+    return folder
+
+
+def _write_tokenizer(path: Path, to: Path) -> None:
+    from transformers import AutoConfig, AutoTokenizer
+
+    AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name).save_pretrained(to)
+    AutoConfig.from_pretrained(path.parent, gguf_file=path.name).save_pretrained(to)  # says whose tokenizer it is
+
+
 def random_llama(weights: str) -> Path:
     """A GGUF file of Llama-3.2-1B's shape, all matrices Q4_0 or Q8_0, written on the first call."""
     if weights not in DEVIATIONS:

@@ -58,8 +58,8 @@ class Clock:
 
 Generate = Callable[[Sequence[Sequence[int]], int, Clock], list[list[int]]]
 """generate(prompts, output_len, clock) -> the greedy tokens of each; the end token is a token like any other."""
-Run = Callable[[Sequence[Sequence[int]], int], dict[str, Any]]
-"""run(prompts, output_len) -> the figures and the tokens."""
+Run = Callable[..., dict[str, Any]]
+"""run(prompts, output_len, and whatever else the job says by name) -> the figures and the tokens."""
 
 
 def timed(generate: Generate) -> Run:
@@ -89,7 +89,7 @@ def serve(load: Callable[[Mapping[str, Any]], tuple[Run, dict[str, Any]]]) -> No
     print(json.dumps(described), file=answers, flush=True)
     for line in sys.stdin:
         job = json.loads(line)
-        print(json.dumps(run(job["prompts"], job["output_len"])), file=answers, flush=True)
+        print(json.dumps(run(job.pop("prompts"), job.pop("output_len"), **job)), file=answers, flush=True)
 
 
 def cache_bytes(given: Mapping[str, Any], bytes_per_number: int) -> int:

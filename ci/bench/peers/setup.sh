@@ -10,7 +10,7 @@ install() {
   case $1 in
     # Built for this processor, but without its tile instructions for matrices, which crashed on a virtual machine.
     llama_cpp) CMAKE_ARGS="${CMAKE_ARGS:--DGGML_NATIVE=ON -DGGML_AMX_TILE=OFF -DGGML_AMX_INT8=OFF}" \
-      "$2/bin/python" -m pip install -q --no-binary llama-cpp-python llama-cpp-python==0.3.36 ;;
+      "$2/bin/python" -m pip install -q --no-binary llama-cpp-python 'llama-cpp-python[server]==0.3.36' ;;
     openvino) "$2/bin/python" -m pip install -q openvino-genai==2026.4.1.0 ;;
     vllm)
       # The exact torch first. The three packages of pictures and sound that come along are built for another torch:
