@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from pagedkv import __version__
 from pagedkv.engine.outputs import Logprob
-from pagedkv.server.messages import Piece
+from pagedkv.server.errors import HTTPError
+from pagedkv.server.messages import Facts, Piece
 from pagedkv.server.stream import Stream
 
 Logprobs = Mapping[int, Logprob]
@@ -45,8 +48,27 @@ async def collected(stream: Stream) -> list[Answer]:
     answers = [Answer() for _ in range(stream.choices)]
     async for pieces in stream:
         for piece in pieces:
+            check(piece)
             answers[piece.index].add(piece)
     return answers
+
+
+def check(piece: Piece) -> None:
+    """Raise `HTTPError` for the end of an answer that the model could not go on with."""
+    if piece.finish_reason == "error":
+        raise HTTPError(
+            500,
+            "the model gave no usable logits (NaN or infinite) for this request: another prompt, or a wider dtype of "
+            "the server, may help",
+            type="server_error",
+            code="no_usable_logits",
+        )
+
+
+def fingerprint(facts: Facts) -> str:
+    """What a seed's answers depend on beside the request: the same text, the same answers."""
+    parts = (__version__, facts.backend, facts.dtype, facts.kv_dtype, facts.quantization, facts.block_size)
+    return f"fp_{hashlib.sha256(repr(parts).encode()).hexdigest()[:10]}"
 
 
 async def merged(streams: Sequence[Stream]) -> AsyncIterator[tuple[int, list[Piece]]]:
@@ -111,8 +133,7 @@ def _described(record: Logprob) -> dict[str, Any]:
 class CompletionLogprobs:
     """Log-probabilities as the completions API has them; offsets go on from chunk to chunk."""
 
-    def __init__(self, most: int) -> None:
-        self._most = most
+    def __init__(self) -> None:
         self._offset = 0
 
     def of(self, token_ids: Sequence[int], records: Sequence[Logprobs | None], first: str = "") -> dict[str, Any]:
@@ -126,11 +147,16 @@ class CompletionLogprobs:
             text = first if found is None else found.decoded_token or ""
             tokens.append(text)
             values.append(None if found is None else found.logprob)
-            tops.append(None if record is None else self._top(record))
+            tops.append(None if record is None else _by_text(record))
             offsets.append(self._offset)
             self._offset += len(text)
         return {"tokens": tokens, "token_logprobs": values, "top_logprobs": tops, "text_offset": offsets}
 
-    def _top(self, record: Logprobs) -> dict[str, float]:
-        best = sorted(record.values(), key=lambda each: each.rank)[: max(self._most, 1)]
-        return {each.decoded_token or "": each.logprob for each in best}
+
+def _by_text(record: Logprobs) -> dict[str, float]:
+    """The most probable first; of tokens with one text, such as parts of characters, all but the first by their id."""
+    found: dict[str, float] = {}
+    for token, each in sorted(record.items(), key=lambda item: item[1].rank):
+        text = each.decoded_token or ""
+        found[f"token_id:{token}" if text in found else text] = each.logprob
+    return found

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from typing import Any
 
 from fastapi import APIRouter, FastAPI, Request
@@ -22,6 +22,7 @@ from pagedkv.server.completions import complete
 from pagedkv.server.embeddings import embed
 from pagedkv.server.errors import HTTPError, Unavailable
 from pagedkv.server.front import Caller, Front
+from pagedkv.server.problems import StrictRequest, refusal
 from pagedkv.server.remote import State
 from pagedkv.server.replies import Json, error_reply
 from pagedkv.server.tokens import detokenize, tokenize
@@ -29,11 +30,23 @@ from pagedkv.server.tokens import detokenize, tokenize
 _log = logging.getLogger("pagedkv.server.http")
 _FRESH = 1.0  # seconds that a scrape waits for the engine's numbers of now
 _QUIET = ("/health", "/ready", "/metrics")
-_MOST_PROBLEMS = 3
-_LONGEST = 200  # characters of one problem, since it may quote the body
+_LONGEST = 200  # characters of a path
 
 
-router = APIRouter()
+class _Route(APIRoute):
+    """Reads bodies strictly."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        """FastAPI's own, with another way to read JSON."""
+        handle = super().get_route_handler()
+
+        async def strictly(request: Request) -> Response:
+            return await handle(StrictRequest(request.scope, request.receive))
+
+        return strictly
+
+
+router = APIRouter(route_class=_Route)
 
 
 @router.post("/v1/completions", response_model=None)
@@ -161,8 +174,8 @@ def _errors(app: FastAPI) -> None:
 
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: Exception) -> Response:
-        refusal = _refusal(error) if isinstance(error, RequestValidationError) else HTTPError(400, "invalid")
-        return await ours(request, refusal)
+        found = error.errors() if isinstance(error, RequestValidationError) else []
+        return await ours(request, refusal(found))
 
     @app.exception_handler(HTTPException)
     async def other(request: Request, error: Exception) -> Response:
@@ -171,6 +184,8 @@ def _errors(app: FastAPI) -> None:
         headers = dict(error.headers or {}) if isinstance(error, HTTPException) else {}
         if status == 404:
             detail = f"there is nothing at {request.url.path[:_LONGEST]!a}"
+        elif status == 405:
+            detail = f"{request.method[:_LONGEST]} is not for this path: use {headers.get('Allow', 'another method')}"
         return await ours(request, HTTPError(status, detail, headers=headers))
 
     @app.exception_handler(Exception)
@@ -178,31 +193,6 @@ def _errors(app: FastAPI) -> None:
         _log.error("request %s failed", request.scope.get("state", {}).get("request_id", "?"), exc_info=error)
         front_of(request).metrics.refused(error)
         return error_reply(error)
-
-
-def _refusal(error: RequestValidationError) -> HTTPError:
-    """What is wrong with a body, by field; no more than three problems, and none that quotes a whole body."""
-    problems: dict[str, list[str]] = {}
-    for problem in error.errors():
-        where = [str(part)[:_LONGEST] for part in problem["loc"] if part != "body"]
-        if problem["type"] == "json_invalid":
-            reason = problem.get("ctx", {}).get("error", "")
-            return HTTPError(400, f"the body is no JSON: {reason} at character {where[-1] if where else 0}")
-        problems.setdefault(where[0] if where else "body", []).append(_reason(where[1:], problem["msg"]))
-    shown = [f"{ascii(field)[1:-1]}: {_either(reasons)}" for field, reasons in list(problems.items())[:_MOST_PROBLEMS]]
-    more = f"; and {len(problems) - len(shown)} fields more" if len(problems) > len(shown) else ""
-    param = next((field for field in problems if field != "body"), None)
-    return HTTPError(400, "; ".join(shown) + more, param=param, code="invalid_value")
-
-
-def _reason(place: list[str], words: str) -> str:
-    inside = [part for part in place if part.isdigit() or part.isidentifier()]
-    return f"{words[:_LONGEST]}{' at ' + ascii('.'.join(inside[:3]))[1:-1] if inside else ''}"
-
-
-def _either(reasons: list[str]) -> str:
-    """One reason, or those why a value is none of several kinds."""
-    return reasons[0] if len(reasons) == 1 else "; or ".join(dict.fromkeys(reasons[:_MOST_PROBLEMS]))
 
 
 # -- what every request leaves behind ----------------------------------------------------------------------------------

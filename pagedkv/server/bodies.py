@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import logging
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -19,6 +19,9 @@ _log = logging.getLogger("pagedkv.server")
 _NOTHING: tuple[Any, ...] = (None, False, "", [], {})
 _LOGGED_NAMES = 8
 _LOGGED_LENGTH = 64
+_FORMS = ("json", "regex", "choice", "grammar")
+Priority = Annotated[int, Field(gt=-(2**31), lt=2**31)]
+"""The lowest runs first; the least number of 32 bits belongs to the readiness probe."""
 
 
 class Body(BaseModel):
@@ -38,10 +41,15 @@ class Body(BaseModel):
             if name in extra and not any(type(extra[name]) is type(v) and extra[name] == v for v in neutral):
                 raise RequestInvalid(f"{name} is not supported by this server: leave it out", field=name)
         unknown = [name for name in extra if name not in self.unsupported and name not in self.without_effect]
+        unknown += [f"{name}.{inner}" for name, part in self._parts() for inner in part.model_extra or ()]
         if unknown:
             shown = ", ".join(self._hinted(name) for name in unknown[:_LOGGED_NAMES])
             more = f" and {len(unknown) - _LOGGED_NAMES} more" if len(unknown) > _LOGGED_NAMES else ""
             _log.warning("request %s: unknown fields are ignored: %s%s", label, shown, more)
+
+    def _parts(self) -> list[tuple[str, BaseModel]]:
+        named = ((name, getattr(self, name)) for name in type(self).model_fields)
+        return [(name, part) for name, part in named if isinstance(part, BaseModel)]
 
     def _hinted(self, name: str) -> str:
         near = difflib.get_close_matches(name[:_LOGGED_LENGTH], list(type(self).model_fields), n=1)
@@ -53,7 +61,9 @@ class StreamOptions(BaseModel):
     """What a stream tells beside its text."""
 
     model_config = ConfigDict(strict=True, extra="allow")
-    include_usage: bool = False
+    include_usage: bool | None = False
+    continuous_usage_stats: Literal[False] | None = None
+    include_obfuscation: Literal[False] | None = None
 
 
 class JSONSchema(BaseModel):
@@ -62,7 +72,7 @@ class JSONSchema(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow", protected_namespaces=())
     name: str
     description: str | None = None
-    schema_: dict[str, Any] | bool = Field(default=True, alias="schema")
+    schema_: dict[str, Any] = Field(alias="schema")
     strict: bool | None = None
 
 
@@ -72,6 +82,17 @@ class ResponseFormat(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid")
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JSONSchema | None = None
+
+
+class StructuredOutputs(BaseModel):
+    """What form an answer must have, one of these, as newer versions of vLLM call it."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+    json_: dict[str, Any] | str | None = Field(default=None, alias="json")
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
 
 
 class Generating(Body):
@@ -84,6 +105,9 @@ class Generating(Body):
         "truncate_prompt_tokens": (None,),
         "logits_processors": _NOTHING,
         "return_tokens_as_token_ids": (None, False),
+        "spaces_between_special_tokens": (None, True),
+        "return_token_ids": (None, False),
+        "guided_whitespace_pattern": (None,),
         "guided_decoding_backend": (None, "auto", "guidance", "llguidance"),
     }
     without_effect = frozenset({"metadata", "service_tier", "store", "safety_identifier", "prompt_cache_key"})
@@ -116,14 +140,15 @@ class Generating(Body):
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
-    priority: int = 0
+    structured_outputs: StructuredOutputs | None = None
+    priority: Priority = 0
     cache_salt: str | None = None
     request_id: str | None = None
 
     @property
     def include_usage(self) -> bool:
         """Whether a stream ends with its counts."""
-        return self.stream_options is not None and self.stream_options.include_usage
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
 
     def check_stream(self) -> None:
         """Refuse options of a stream where there is none."""
@@ -138,26 +163,39 @@ class Generating(Body):
             "include_stop_str_in_output prompt_logprobs"
         )
         given = {name: value for name in names.split() if (value := getattr(self, name)) is not None}
-        guided = self.guided()
-        return given if guided is None else {**given, "guided_decoding": guided}
+        asked = self.guided()
+        return given if asked is None else {**given, "guided_decoding": asked[1]}
 
-    def guided(self) -> dict[str, Any] | None:
-        """The form that the answer must have. Raises `RequestInvalid` when several are asked for."""
-        asked: dict[str, dict[str, Any]] = {
-            f"guided_{name}": {name: value}
-            for name in ("json", "regex", "choice", "grammar")
-            if (value := getattr(self, f"guided_{name}")) is not None
-        }
+    def names(self) -> dict[str, str]:
+        """The engine's name of a field -> the client's, where they differ."""
+        asked = self.guided()
+        return {} if asked is None else {"guided_decoding": asked[0]}
+
+    def guided(self) -> tuple[str, dict[str, Any]] | None:
+        """The field that asks for a form, and that form. Raises `RequestInvalid` when several do."""
+        asked = [(f"guided_{name}", name, getattr(self, f"guided_{name}")) for name in _FORMS]
+        if self.structured_outputs is not None:
+            outputs = self.structured_outputs.model_dump(by_alias=True)
+            asked += [
+                (f"structured_outputs.{name}", name, None if value is False else value)
+                for name, value in outputs.items()
+            ]
+        asked.append(("response_format", *self._response_form()))
+        given = [(field, {name: value}) for field, name, value in asked if value is not None]
+        if len(given) > 1:
+            fields = [field for field, _ in given]
+            raise RequestInvalid(f"{' and '.join(fields)} exclude each other: give one", field=fields[1])
+        return given[0] if given else None
+
+    def _response_form(self) -> tuple[str, Any]:
         wanted = self.response_format
-        if wanted is not None and wanted.type == "json_object":
-            asked["response_format"] = {"json_object": True}
-        elif wanted is not None and wanted.type == "json_schema":
-            if wanted.json_schema is None:
-                raise RequestInvalid("response_format of type json_schema needs json_schema", field="response_format")
-            asked["response_format"] = {"json": wanted.json_schema.schema_}
-        if len(asked) > 1:
-            raise RequestInvalid(f"{' and '.join(asked)} exclude each other: give one", field=list(asked)[1])
-        return next(iter(asked.values()), None)
+        if wanted is None or wanted.type == "text":
+            return "json", None
+        if wanted.type == "json_object":
+            return "json_object", True
+        if wanted.json_schema is None:
+            raise RequestInvalid("response_format of type json_schema needs json_schema", field="response_format")
+        return "json", wanted.json_schema.schema_
 
 
 class CompletionBody(Generating):
@@ -167,7 +205,7 @@ class CompletionBody(Generating):
 
     prompt: str | list[str] | list[int] | list[list[int]]
     max_tokens: int | None = 16
-    echo: bool = False
+    echo: bool | None = False
     logprobs: int | None = None
     add_special_tokens: bool = True
 
@@ -209,12 +247,14 @@ class EmbeddingBody(Body):
     input: str | list[str] | list[int] | list[list[int]]
     encoding_format: Literal["float", "base64"] = "float"
     dimensions: int | None = None
-    priority: int = 0
+    priority: Priority = 0
     cache_salt: str | None = None
 
 
 class TokenizeBody(Body):
     """POST /tokenize: a text, or a conversation as the chat template writes it."""
+
+    unsupported = {"chat_template": (None,), "continue_final_message": (None, False), "mm_processor_kwargs": (None,)}
 
     prompt: str | None = None
     messages: list[dict[str, Any]] | None = None
@@ -222,6 +262,7 @@ class TokenizeBody(Body):
     add_special_tokens: bool = True
     add_generation_prompt: bool = True
     chat_template_kwargs: dict[str, Any] | None = None
+    return_token_strs: bool | None = False
 
 
 class DetokenizeBody(Body):

@@ -11,11 +11,12 @@ from starlette.responses import Response
 
 from pagedkv.api.errors import RequestInvalid
 from pagedkv.sampling.params import SamplingParams
-from pagedkv.server.answers import Answer, chat_logprobs, collected, usage
+from pagedkv.server.answers import Answer, chat_logprobs, check, collected, fingerprint, usage
 from pagedkv.server.bodies import ChatBody
+from pagedkv.server.errors import told_as
 from pagedkv.server.front import Caller, Front
 from pagedkv.server.messages import Piece
-from pagedkv.server.prompts import conversation
+from pagedkv.server.prompts import Prompt, conversation
 from pagedkv.server.replies import EventReply, JsonReply, event
 from pagedkv.server.stream import Stream
 from pagedkv.server.tool_parsers import Delta, ToolCall, ToolParser, check_tool_choice, check_tools, get_parser
@@ -28,15 +29,19 @@ async def chat(front: Front, body: ChatBody, caller: Caller) -> Response:
     model = front.check_model(body.model)
     body.check_names(caller.label)
     body.check_stream()
-    tools = _Tools(body, front.config.tool_call_parser)
-    params = _params(body, tools)
-    front.admit(params.n)
-    tokenizer, salt = front.tokenizer, caller.salt(body.cache_salt)
-    template = front.config.chat_template
-    prompt = await front.in_thread(lambda: conversation(body, tokenizer, salt, template, tools.shown))
-    front.log_request(caller, "chat", body, len(prompt["prompt_token_ids"]))
-    streams = await front.submit([prompt], params, caller, priority=body.priority, stream=bool(body.stream))
-    writing = _Writing(body, model, caller, streams[0], tools)
+    front.admit(body.n or 1)
+    tokenizer, salt, config = front.tokenizer, caller.salt(body.cache_salt), front.config
+
+    def read() -> tuple[_Tools, SamplingParams, Prompt]:
+        tools = _Tools(body, config.tool_call_parser)
+        params = _params(body, tools)
+        return tools, params, conversation(body, tokenizer, salt, config.chat_template, tools.shown)
+
+    with told_as("messages", body.names()):
+        tools, params, prompt = await front.in_thread(read)
+        front.log_request(caller, "chat", body, len(prompt["prompt_token_ids"]))
+        streams = await front.submit([prompt], params, caller, priority=body.priority, stream=bool(body.stream))
+    writing = _Writing(front, body, model, caller, streams[0], tools)
     if body.stream:
         return EventReply(streams, front.metrics.refused, writing.events())
     return JsonReply(streams, front.metrics.refused, writing.whole)
@@ -66,10 +71,9 @@ class _Tools:
     def __init__(self, body: ChatBody, parser: str | None) -> None:
         self._tools = body.tools or []
         check_tools(self._tools)
-        self._choice = body.tool_choice if body.tool_choice is not None else "auto" if self._tools else "none"
-        check_tool_choice(self._choice, self._tools)
+        self._choice = check_tool_choice(body.tool_choice, self._tools)
         self._parallel = body.parallel_tool_calls is not False
-        self._parser = get_parser(parser) if parser is not None and self._choice != "none" and self._tools else None
+        self._parser = None if parser is None or self._choice.mode == "none" else get_parser(parser)
         if self._must and self._parser is None:
             raise RequestInvalid(
                 "tool_choice asks for a call, and this server reads none: start it with --tool-call-parser",
@@ -78,24 +82,31 @@ class _Tools:
 
     @property
     def _must(self) -> bool:
-        return self._choice not in ("none", "auto")
+        return self._choice.mode in ("required", "function")
 
     @property
     def shown(self) -> list[dict[str, Any]] | None:
         """What the chat template is given."""
-        return self._tools if self._tools and self._choice != "none" else None
+        return None if self._choice.mode == "none" else self._tools
 
     def guide(self, given: dict[str, Any]) -> dict[str, Any]:
-        """Sampling settings that make the model call a tool where it must."""
-        if not self._must or self._parser is None:
+        """Sampling settings that hold the model to what its calls may be, where anything is asked of them."""
+        form = given.get("guided_decoding")
+        if self._parser is None or not (self._must or form is not None or self._bound):
             return given
-        if "guided_decoding" in given:
+        if self._must and form is not None:
             raise RequestInvalid(
                 "a call that must be made has a form already: leave the other out", field="tool_choice"
             )
-        name = self._choice["function"]["name"] if isinstance(self._choice, Mapping) else None
-        grammar = self._parser.grammar(self._tools, name=name, required=True, parallel=self._parallel)
+        grammar = self._parser.grammar(
+            self._tools, name=self._choice.name, required=self._must, parallel=self._parallel, form=form
+        )
         return {**given, "guided_decoding": {"grammar": grammar}}
+
+    @property
+    def _bound(self) -> bool:
+        """Whether a call that need not be made is held to a rule all the same."""
+        return not self._parallel or any(tool["function"].get("strict") for tool in self._tools)
 
     def reader(self) -> ToolParser | None:
         """Who reads the calls of one answer."""
@@ -105,12 +116,15 @@ class _Tools:
 class _Writing:
     """The answer of one call, in its two forms."""
 
-    def __init__(self, body: ChatBody, model: str, caller: Caller, stream: Stream, tools: _Tools) -> None:
+    def __init__(self, front: Front, body: ChatBody, model: str, caller: Caller, stream: Stream, tools: _Tools) -> None:
         self._body, self._stream, self._tools = body, stream, tools
-        self._id, self._created, self._model = f"chatcmpl-{caller.label}", int(time.time()), model
-
-    def _head(self, kind: str) -> dict[str, Any]:
-        return {"id": self._id, "object": kind, "created": self._created, "model": self._model}
+        self._head = {
+            "id": f"chatcmpl-{caller.label}",
+            "object": "chat.completion.chunk" if body.stream else "chat.completion",
+            "created": int(time.time()),
+            "model": model,
+            "system_fingerprint": fingerprint(front.facts),
+        }
 
     # -- whole ---------------------------------------------------------------------------------------------------------
 
@@ -119,7 +133,7 @@ class _Writing:
         answers = await collected(self._stream)
         choices = [self._choice(index, answer) for index, answer in enumerate(answers)]
         count = sum(len(answer.token_ids) for answer in answers)
-        return {**self._head("chat.completion"), "choices": choices, "usage": usage([self._stream], count)}
+        return {**self._head, "choices": choices, "usage": usage([self._stream], count)}
 
     def _choice(self, index: int, answer: Answer) -> dict[str, Any]:
         content, calls = self._read(answer.text)
@@ -144,13 +158,14 @@ class _Writing:
         first, last = reader.push(text), reader.finish()
         calls = [*first.calls, *last.calls]
         content = first.content + last.content
-        return (content.strip() or None if calls else content), calls
+        return (content or None if calls else content), calls
 
     # -- streamed ------------------------------------------------------------------------------------------------------
 
     async def events(self) -> AsyncIterator[bytes]:
         """Who speaks, then news of any choice as they come, then the counts."""
-        head = json.dumps(self._head("chat.completion.chunk"), ensure_ascii=False, separators=(",", ":"))[:-1]
+        shared = {**self._head, "usage": None} if self._body.include_usage else self._head
+        head = json.dumps(shared, ensure_ascii=False, separators=(",", ":"))[:-1]
         choices = [_StreamedChoice(head, index, self._body, self._tools) for index in range(self._stream.choices)]
         yield b"".join(choice.begin() for choice in choices)
         count = 0
@@ -158,8 +173,7 @@ class _Writing:
             count += sum(len(piece.token_ids) for piece in pieces)
             yield b"".join(choices[piece.index].take(piece) for piece in pieces)
         if self._body.include_usage:
-            last = {**self._head("chat.completion.chunk"), "choices": [], "usage": usage([self._stream], count)}
-            yield event(last)
+            yield event({**self._head, "choices": [], "usage": usage([self._stream], count)})
 
 
 class _StreamedChoice:
@@ -176,6 +190,7 @@ class _StreamedChoice:
 
     def take(self, piece: Piece) -> bytes:
         """The chunks of a piece; none where its text waits for what may complete a call."""
+        check(piece)
         logprobs = None
         if self._body.logprobs:
             logprobs = chat_logprobs(piece.token_ids, piece.logprobs or [], self._body.top_logprobs or 0)
@@ -203,7 +218,7 @@ class _StreamedChoice:
         self, delta: Mapping[str, Any], logprobs: Any = None, reason: str | None = None, stop: int | str | None = None
     ) -> bytes:
         rest: dict[str, Any] = {"logprobs": logprobs, "finish_reason": reason}
-        if stop is not None:
+        if reason is not None:
             rest["stop_reason"] = stop
         news, tail = (json.dumps(each, ensure_ascii=False, separators=(",", ":")) for each in (delta, rest))
         return f"{self._before}{news},{tail[1:]}]}}\n\n".encode()

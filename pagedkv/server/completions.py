@@ -13,8 +13,9 @@ from starlette.responses import Response
 from pagedkv.api.errors import RequestInvalid
 from pagedkv.engine.outputs import Logprob
 from pagedkv.sampling.params import SamplingParams
-from pagedkv.server.answers import Answer, CompletionLogprobs, collected, merged, usage
+from pagedkv.server.answers import Answer, CompletionLogprobs, check, collected, fingerprint, merged, usage
 from pagedkv.server.bodies import CompletionBody
+from pagedkv.server.errors import told_as
 from pagedkv.server.front import Caller, Front
 from pagedkv.server.messages import Piece
 from pagedkv.server.prompts import Prompt, encoded, separate
@@ -29,14 +30,17 @@ async def complete(front: Front, body: CompletionBody, caller: Caller) -> Respon
     model = front.check_model(body.model)
     body.check_names(caller.label)
     body.check_stream()
-    params = _params(body)
     entries = separate(body.prompt)
-    front.admit(len(entries) * params.n, "n" if len(entries) == 1 else "prompt")
-    salt = caller.salt(body.cache_salt)
-    tokenizer = front.facts.tokenizer
-    prompts = await front.in_thread(lambda: encoded(entries, tokenizer, salt, body.add_special_tokens))
-    front.log_request(caller, "completion", body, sum(len(prompt["prompt_token_ids"]) for prompt in prompts))
-    streams = await front.submit(prompts, params, caller, priority=body.priority, stream=bool(body.stream))
+    front.admit(len(entries) * (body.n or 1), "n" if len(entries) == 1 else "prompt")
+    salt, tokenizer = caller.salt(body.cache_salt), front.facts.tokenizer
+
+    def read() -> tuple[SamplingParams, list[Prompt]]:
+        return _params(body), encoded(entries, tokenizer, salt, body.add_special_tokens)
+
+    with told_as("prompt", body.names()):
+        params, prompts = await front.in_thread(read)
+        front.log_request(caller, "completion", body, sum(len(prompt["prompt_token_ids"]) for prompt in prompts))
+        streams = await front.submit(prompts, params, caller, priority=body.priority, stream=bool(body.stream))
     writing = _Writing(front, body, model, caller, prompts, streams)
     if body.stream:
         return EventReply(streams, front.metrics.refused, writing.events())
@@ -72,6 +76,7 @@ class _Writing:
             "object": "text_completion",
             "created": int(time.time()),
             "model": model,
+            "system_fingerprint": fingerprint(front.facts),
         }
 
     # -- whole ---------------------------------------------------------------------------------------------------------
@@ -96,7 +101,7 @@ class _Writing:
             "stop_reason": answer.stop_reason,
         }
         if self._body.logprobs is not None:
-            records = CompletionLogprobs(self._body.logprobs)
+            records = CompletionLogprobs()
             before = self._echoed(number, records, prompt)
             choice["logprobs"] = _joined(before, records.of(answer.token_ids, answer.logprobs))
         if self._body.prompt_logprobs is not None:
@@ -121,14 +126,16 @@ class _Writing:
     async def events(self) -> AsyncIterator[bytes]:
         """Chunks as they come: the prompts where they are echoed, then news of any choice, then the counts."""
         n, count = self._streams[0].choices, 0
-        records = [CompletionLogprobs(self._body.logprobs or 0) for _ in range(n * len(self._streams))]
+        records = [CompletionLogprobs() for _ in range(n * len(self._streams))]
         prompts: list[PromptLogprobs] = [None] * len(self._streams)
         started: set[int] = set()
         # What is the same in every chunk is written once.
-        head = json.dumps(self._head, ensure_ascii=False, separators=(",", ":"))[:-1]
+        shared = {**self._head, "usage": None} if self._body.include_usage else self._head
+        head = json.dumps(shared, ensure_ascii=False, separators=(",", ":"))[:-1]
         async for number, pieces in merged(self._streams):
             chunks = []
             for piece in pieces:
+                check(piece)
                 place = number * n + piece.index
                 count += len(piece.token_ids)
                 if place not in started:

@@ -14,7 +14,7 @@ from pagedkv.api.errors import RequestInvalid
 from pagedkv.sampling.pooling import PoolingParams
 from pagedkv.server.answers import collected, usage
 from pagedkv.server.bodies import EmbeddingBody
-from pagedkv.server.errors import HTTPError
+from pagedkv.server.errors import HTTPError, told_as
 from pagedkv.server.front import Caller, Front
 from pagedkv.server.prompts import encoded, separate
 from pagedkv.server.replies import JsonReply
@@ -35,9 +35,10 @@ async def embed(front: Front, body: EmbeddingBody, caller: Caller) -> Response:
     entries = separate(body.input, "input")
     front.admit(len(entries), "input")
     salt, tokenizer = caller.salt(body.cache_salt), front.facts.tokenizer
-    prompts = await front.in_thread(lambda: encoded(entries, tokenizer, salt))
-    front.log_request(caller, "embeddings", body, sum(len(prompt["prompt_token_ids"]) for prompt in prompts))
-    streams = await front.submit(prompts, params, caller, priority=body.priority, stream=False)
+    with told_as("input", {}):
+        prompts = await front.in_thread(lambda: encoded(entries, tokenizer, salt))
+        front.log_request(caller, "embeddings", body, sum(len(prompt["prompt_token_ids"]) for prompt in prompts))
+        streams = await front.submit(prompts, params, caller, priority=body.priority, stream=False)
 
     async def whole() -> dict[str, Any]:
         await asyncio.gather(*(collected(stream) for stream in streams))

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+import re
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from pagedkv.api.errors import EngineDead, PagedKVError, RequestError, RequestInvalid, RequestTooLong
+
+_LONGEST = 2000  # characters of a message, which may show a value of the body
 
 
 class HTTPError(PagedKVError):
@@ -64,7 +68,7 @@ def as_http(error: BaseException) -> HTTPError:
     if isinstance(error, HTTPError):
         return error
     if isinstance(error, RequestTooLong):
-        return HTTPError(400, str(error), param="messages", code="context_length_exceeded")
+        return HTTPError(400, str(error), code="context_length_exceeded")
     if isinstance(error, RequestInvalid):
         return HTTPError(400, str(error), param=error.field or None, code="invalid_value")
     if isinstance(error, EngineDead):
@@ -79,4 +83,25 @@ def as_http(error: BaseException) -> HTTPError:
 def body_of(error: BaseException) -> dict[str, Any]:
     """The error object of any error."""
     http = as_http(error)
-    return error_body(str(http), http.type, http.param, http.code)
+    message = str(http)
+    if len(message) > _LONGEST:
+        message = f"{message[:_LONGEST]} ... ({len(message)} characters)"
+    return error_body(message, http.type, http.param, http.code)
+
+
+@contextlib.contextmanager
+def told_as(prompt: str, names: Mapping[str, str]) -> Iterator[None]:
+    """Errors of the engine, which has names of its own, in the names of a body.
+
+    `prompt` is the field that holds the prompt, `names` has the client's name of other fields by the engine's.
+    """
+    try:
+        yield
+    except RequestTooLong as error:
+        raise HTTPError(400, str(error), param=prompt, code="context_length_exceeded") from error
+    except RequestInvalid as error:
+        all_names = {"prompt_token_ids": prompt, "prompt": prompt, **names}
+        name = all_names.get(error.field, error.field)
+        words = rf"\b{re.escape(error.field)}\b( (json_object|json|regex|choice|grammar)\b)?"
+        message = re.sub(words, lambda _: name, str(error)) if error.field in names else str(error)
+        raise RequestInvalid(message, field=name) from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import math
 import time
@@ -156,7 +157,7 @@ class Front:
     def log_request(self, caller: Caller, what: str, body: Any, prompt_tokens: int) -> None:
         """One line a request if asked for; its words only if those were asked for too."""
         if self.config.log_requests or self.config.log_prompts:
-            words = f": {body.model_dump_json(exclude_none=True)}" if self.config.log_prompts else ""
+            words = f": {json.dumps(body.model_dump(exclude_none=True))}" if self.config.log_prompts else ""
             _log_requests.info("request %s: %s, %d prompt tokens%s", caller.label, what, prompt_tokens, words)
 
     # -- health --------------------------------------------------------------------------------------------------------

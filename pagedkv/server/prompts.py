@@ -46,14 +46,20 @@ def encoded(
 def conversation(
     body: ChatBody | TokenizeBody, tokenizer: Tokenizer, salt: str | None, template: str | None, tools: Any
 ) -> Prompt:
-    """A conversation as the template writes it. Raises `RequestInvalid`, or `ModelError` where there is no template."""
+    """A conversation as the template writes it. Raises `RequestInvalid`, or `ModelError` where there is no template.
+
+    The role "developer" is the newer name of "system"; templates that do not know it would pass its messages over.
+    """
     variables = dict(body.chat_template_kwargs or {})
     effort = getattr(body, "reasoning_effort", None)
     if effort is not None:
         variables.setdefault("reasoning_effort", effort)
+    messages = body.messages or []
+    if "developer" not in str(template or tokenizer.chat_template):
+        messages = [{**each, "role": "system"} if each.get("role") == "developer" else each for each in messages]
     prompt = chat_prompt(
         tokenizer,
-        body.messages or [],
+        messages,
         tools=tools,
         add_generation_prompt=body.add_generation_prompt,
         chat_template=template,

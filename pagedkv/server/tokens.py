@@ -23,7 +23,10 @@ async def tokenize(front: Front, body: TokenizeBody, caller: Caller) -> dict[str
     else:
         text = body.prompt
         ids = await front.in_thread(lambda: tokenizer.encode(text, body.add_special_tokens))
-    return {"count": len(ids), "max_model_len": front.facts.max_model_len, "tokens": ids}
+    answer = {"count": len(ids), "max_model_len": front.facts.max_model_len, "tokens": ids}
+    if body.return_token_strs:
+        answer["token_strs"] = await front.in_thread(lambda: [tokenizer.decode([token], False) for token in ids])
+    return answer
 
 
 async def detokenize(front: Front, body: DetokenizeBody, caller: Caller) -> dict[str, Any]:
