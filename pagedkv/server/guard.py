@@ -79,6 +79,14 @@ def _with_cors(app: ASGIApp, origins: Sequence[str], keys: Keys) -> ASGIApp:
     )
 
 
+def check_names(config: ServerConfig) -> None:
+    """Raise what `guarded` would of hosts and origins: before a model is loaded, so that nobody waits to be told."""
+    for host in config.allowed_hosts:
+        _allowed_host(host)
+    for origin in config.allowed_origins:
+        _allowed_origin(origin)
+
+
 # -- layers ------------------------------------------------------------------------------------------------------------
 
 

@@ -24,7 +24,7 @@ from pagedkv.server import worker
 from pagedkv.server.app import ROUTES, Access, create_app
 from pagedkv.server.errors import Unavailable
 from pagedkv.server.front import Front
-from pagedkv.server.guard import guarded
+from pagedkv.server.guard import check_names, guarded
 from pagedkv.server.keys import Keys
 from pagedkv.server.metrics import ServerMetrics
 from pagedkv.server.remote import RemoteEngine
@@ -44,6 +44,7 @@ def serve(
 ) -> int:
     """Serve the model of `settings` until a signal, and return the exit code. Raises what keeps it from starting."""
     keys = Keys.of(config.api_keys, config.api_key_file)
+    check_names(config)
     if config.tool_call_parser is not None:
         get_parser(config.tool_call_parser)
     listener = bind(config)

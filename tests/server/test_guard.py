@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import re
@@ -13,12 +14,13 @@ from types import SimpleNamespace
 import httpx
 import pytest
 import uvicorn
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pagedkv.api.errors import ConfigError
 from pagedkv.server.guard import guarded
 from pagedkv.server.keys import Keys
+from pagedkv.server.run import serve
 from pagedkv.server.settings import ServerConfig
 
 KEY = "sk-alice-0123456789"
@@ -392,6 +394,7 @@ HEADERS = st.lists(
 )
 
 
+@settings(deadline=None)
 @given(HEADERS, st.sampled_from(["GET", "POST", "OPTIONS", "x"]))
 def test_whatever_the_headers_hold_there_is_one_answer_and_none_gets_in_without_a_key(headers, method):
     app = App()
@@ -490,6 +493,12 @@ def test_an_origin_that_no_browser_sends_is_refused_at_the_start(app, origin):
         guard(app, allowed_origins=[origin])
 
 
+@pytest.mark.parametrize("names", [{"allowed_hosts": ("x.example:80",)}, {"allowed_origins": ("x.example",)}])
+def test_u85_such_a_name_is_refused_before_a_model_is_looked_for(names):
+    with pytest.raises(ConfigError, match=r"allowed (host|origin) 'x\.example"):
+        serve({"model": "no-such-model"}, ServerConfig(port=0, **names))
+
+
 # -- over sockets ------------------------------------------------------------------------------------------------------
 
 
@@ -511,18 +520,27 @@ class Streaming(App):
         self.left.set()
 
 
-@pytest.fixture(scope="module")
-def served():
-    """An app behind a guard that takes one key and 1,000 bytes within a second, and its port."""
-    app, listener = Streaming(), socket.create_server(("127.0.0.1", 0))
-    guarded_app = guard(app, keys=Keys([KEY]), max_body_size=1000, body_timeout=1.0)
-    server = uvicorn.Server(uvicorn.Config(guarded_app, http="httptools", ws="none", lifespan="off", log_level="error"))
+@contextlib.contextmanager
+def serving(app):
+    """Give the port where uvicorn serves it."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    server = uvicorn.Server(uvicorn.Config(app, http="httptools", ws="none", lifespan="off", log_level="error"))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
     thread.start()
-    yield app, listener.getsockname()[1]
-    server.should_exit = True
-    thread.join(10)
+    try:
+        yield listener.getsockname()[1]
+    finally:
+        server.should_exit = True
+        thread.join(10)
     assert not thread.is_alive()
+
+
+@pytest.fixture(scope="module")
+def served():
+    """An app behind a guard that takes one key and 1,000 bytes, and its port."""
+    app = Streaming()
+    with serving(guard(app, keys=Keys([KEY]), max_body_size=1000)) as port:
+        yield app, port
 
 
 @pytest.fixture
@@ -602,11 +620,12 @@ def test_a_client_that_sends_a_long_body_anyway_reads_why_it_is_refused(served):
     assert httpx.get(f"http://127.0.0.1:{served[1]}/health").status_code == 200
 
 
-def test_a_slow_body_is_given_up(served, connect):
-    sent(connect, *FINE, "Content-Length: 10", body=b"{")
-    status, _, body = answer(connect)
-    assert status == 408 and json.loads(body)["error"]["type"] == "timeout_error"
-    assert connect.recv(1) == b"" and served[0].calls == []
+def test_a_slow_body_is_given_up(app):
+    with serving(guard(app, body_timeout=0.1)) as port, socket.create_connection(("127.0.0.1", port), 10) as connection:
+        sent(connection, *FINE, "Content-Length: 10", body=b"{")
+        status, _, body = answer(connection)
+        assert status == 408 and json.loads(body)["error"]["type"] == "timeout_error"
+        assert connection.recv(1) == b"" and app.calls == []
 
 
 def test_a_wrong_key_is_answered_before_the_body_came_and_the_connection_goes_on(served, connect):

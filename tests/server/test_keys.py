@@ -10,7 +10,7 @@ import os
 import re
 
 import pytest
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from pagedkv.api.errors import ConfigError
@@ -149,6 +149,7 @@ def test_a_tenants_salt_follows_from_its_key_alone(write):
     assert bytes.fromhex(digest(ALICE)) not in salts
 
 
+@settings(deadline=None)
 @given(st.lists(st.none() | st.text(), min_size=2, max_size=6, unique=True))
 @example([None, "", ":", "x", "x:", ":x"])
 def test_a_requests_salt_only_narrows(asked):
