@@ -24,6 +24,9 @@ Rows = npt.NDArray[np.integer[Any]]
 
 _NO_IDS: Ids = np.zeros(0, np.int64)
 _FIRST_ROOM = 64
+_BITS = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
+_BOUNDS = torch.from_numpy(np.where(_BITS, np.inf, -np.inf).astype(np.float32))
+"""For each byte of a mask, what eight logits are at most: [256, 8]."""
 
 Place: TypeAlias = "tuple[torch.Tensor, torch.Tensor]"
 """Where in logits [n, V]: batch rows and token ids, one pair for each number."""
@@ -72,7 +75,7 @@ class Adjuster:
             return logits
         changed = logits.clone()
         wishes = [(at, self._wishes[row]) for at, row in zip(asking.tolist(), rows[asking].tolist(), strict=True)]
-        _allow(changed, [(at, _there(w.guide.denied(), changed)) for at, w in wishes if w.guide is not None])
+        _guide(changed, [(at, w.guide) for at, w in wishes if w.guide is not None])
         _allow(changed, [(at, w.denied(changed)) for at, w in wishes if w.allowed is not None])
         masked = [(at, w.masked()) for at, w in wishes if w.bad_words]
         masked += [(at, self._end_ids[row]) for at, row in zip(early.tolist(), rows[early].tolist(), strict=True)]
@@ -194,9 +197,15 @@ def _place(device: torch.device, ids: Sequence[tuple[int, Ids]]) -> Place:
     return both[0], both[1]
 
 
-def _there(denied: npt.NDArray[np.bool_], logits: torch.Tensor) -> torch.Tensor:
-    """`denied` on the device of `logits`."""
-    return torch.from_numpy(denied).to(logits.device)
+def _guide(changed: torch.Tensor, guides: Sequence[tuple[int, Guide]]) -> None:
+    """Minus infinity for what a row's grammar does not allow; a NaN stays one."""
+    if not guides:
+        return
+    bits = torch.from_numpy(np.stack([guide.allowed() for _, guide in guides])).to(changed.device)
+    bounds = _BOUNDS.to(changed.device).index_select(0, bits.view(-1).to(torch.int32)).view(len(guides), -1)
+    for (at, _), bound in zip(guides, bounds, strict=True):
+        row = changed[at]
+        torch.minimum(row, bound[: len(row)], out=row)
 
 
 def _allow(changed: torch.Tensor, denied: Sequence[tuple[int, torch.Tensor]]) -> None:

@@ -316,11 +316,10 @@ class Guide:
         """The output goes on with `token`."""
         self._matcher.consume_token(token)
 
-    def denied(self) -> npt.NDArray[np.bool_]:
-        """Which ids may not come next [V]."""
+    def allowed(self) -> npt.NDArray[np.uint8]:
+        """Which ids may come next, one bit each, the lowest of a byte first: [V / 8, rounded up]."""
         fill_next_token_bitmask(self._matcher, self._bits)
-        if self._matcher.is_error():  # llguidance would allow the end
-            return np.ones(self._vocab_size, np.bool_)
-        bits = np.unpackbits(self._bits.view(np.uint8)[0], count=self._vocab_size, bitorder="little")
-        denied: npt.NDArray[np.bool_] = bits == 0
-        return denied
+        if self._matcher.is_error():
+            self._bits[:] = 0  # llguidance would allow the end
+        bits: npt.NDArray[np.uint8] = self._bits.view(np.uint8)[0, : -(-self._vocab_size // 8)]
+        return bits
