@@ -43,6 +43,7 @@ CODES = (
     "invalid_length",
     "invalid_value",
     "model_not_found",
+    "no_usable_logits",
     "not_ready",
     "queue_full",
     "request_timeout",
