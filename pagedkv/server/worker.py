@@ -210,7 +210,8 @@ def _piece(key: int, choice: CompletionOutput, known: int, prompt_logprobs: Any)
     return Piece(
         key=key,
         index=choice.index,
-        text=choice.new_text,
+        # Of a request that is not streamed, a choice that ended before the others has no news left, only its text.
+        text=choice.new_text if known else choice.text,
         token_ids=choice.token_ids[known:],
         logprobs=None if choice.logprobs is None else choice.logprobs[known:],
         finish_reason=choice.finish_reason,
