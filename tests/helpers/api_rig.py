@@ -1,7 +1,7 @@
 """A server for tests of its API: the front in a thread of this process, its engine in one of its own.
 
-The model says what the prompt asks it to: the text between the last `<<` and `>>`, then the end token. Where a prompt
-asks for nothing, the tiny model's own logits count.
+The model says what the prompt asks it to: the text between its first `<<` and its last `>>`, then the end token. Where
+a prompt asks for nothing, the tiny model's own logits count.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ NAME = "tiny"
 
 def asked_for(prompt: str) -> str | None:
     """What a prompt wants to be said."""
-    _, mark, rest = prompt.rpartition("<<")
-    return rest.partition(">>")[0] if mark and ">>" in rest else None
+    _, mark, rest = prompt.partition("<<")
+    return rest.rpartition(">>")[0] if mark and ">>" in rest else None
 
 
 class Obedient:
@@ -74,7 +74,7 @@ class Api(run.Server):
     """A running server, until it is closed."""
 
     def __init__(self, **config: Any) -> None:
-        settings = {**SETTINGS, "model": str(folder()), "max_model_len": 256, "num_blocks": 257}
+        settings = {**SETTINGS, "model": str(folder(max_position_embeddings=1024)), "num_blocks": 513}
         given = {"port": 0, "served_model_names": (NAME,), "drain_timeout": 0.0, "exit_delay": 0.0, **config}
         made = ServerConfig(**given)
         super().__init__(settings, made, Keys.of(made.api_keys, None), run.bind(made), "WARNING", obedient)
