@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TextIO
 
 import click
 
@@ -58,14 +58,37 @@ OPTIONS: Mapping[str, Mapping[str, Any]] = {
 _FLAGS = {"stop_token_ids": "--stop-token-id"}
 
 
+def _read(_context: click.Context, _parameter: click.Parameter, file: TextIO | None) -> str | None:
+    """The text of a file that was given."""
+    try:
+        return None if file is None else file.read()
+    except UnicodeDecodeError as error:
+        raise click.BadParameter(f"{file.name if file else ''} is not UTF-8 ({error.reason})") from error
+
+
+_FILE: Mapping[str, Any] = {"type": click.File(encoding="utf-8"), "callback": _read, "metavar": "FILE"}
+
+FORMS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+    "json": ("--json-schema", {**_FILE, "help": "Answers are JSON that keeps to the schema in FILE."}),
+    "regex": ("--regex", {"metavar": "EXPRESSION", "help": "Answers match an expression as a whole."}),
+    "choice": ("--choice", {"multiple": True, "metavar": "TEXT", "help": "Answers are one of these; repeat it."}),
+    "grammar": ("--grammar", {**_FILE, "help": "Answers keep to the grammar in FILE, Lark or GBNF."}),
+}
+"""Field of `GuidedDecodingParams` -> its flag, and how that reads it."""
+
+
 def sampling_options(max_tokens: int | str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Give a command these options; those that were given arrive as the keyword `sampling`, a dict."""
 
     def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(command)
         def with_sampling(*args: Any, **kwargs: Any) -> Any:
-            return command(*args, sampling=_given({name: kwargs.pop(name) for name in OPTIONS}), **kwargs)
+            given = _given({name: kwargs.pop(name) for name in OPTIONS})
+            form = {name: value for name in FORMS if (value := kwargs.pop(f"guided_{name}")) not in (None, ())}
+            return command(*args, sampling=given | ({"guided_decoding": form} if form else {}), **kwargs)
 
+        for name, (flag, settings) in reversed(list(FORMS.items())):
+            with_sampling = click.option(flag, f"guided_{name}", **settings)(with_sampling)
         for name, settings in reversed(list(OPTIONS.items())):
             flag = _FLAGS.get(name, f"--{name.replace('_', '-')}")
             default = {"default": str(max_tokens)} if name == "max_tokens" else {}

@@ -301,3 +301,33 @@ def test_a_bar_on_the_terminal_leaves_standard_output_alone(model):
     os.close(terminal.end)
     assert "Generating" in terminal.shown()
     assert [json.loads(line)["id"] for line in done.stdout.splitlines()] == [0, 1, 2]
+
+
+def test_answers_of_a_given_form(run, tmp_path):
+    schema, grammar = tmp_path / "schema.json", tmp_path / "form.lark"
+    schema.write_text('{"enum": [["é", 1]], "x-guidance": {"whitespace_flexible": false}}', encoding="utf-8")
+    grammar.write_text('start: "a" "b"~3')
+    for form, text in (
+        (("--json-schema", str(schema)), '["é",1]'),
+        (("--regex", "x{3}y"), "xxxy"),
+        (("--choice", "yes"), "yes"),
+        (("--grammar", str(grammar)), "abbb"),
+    ):
+        assert run("--prompt", "hi", *form).stdout == f"{text}\n"
+    (chosen,) = answers(run("--prompt", "hi", "--choice", "one", "--choice", "two", "--json"))
+    assert chosen["text"] in ("one", "two")
+
+
+def test_forms_that_cannot_be_used_are_named_before_the_model_is_opened(run, tmp_path):
+    broken = tmp_path / "broken.lark"
+    broken.write_bytes(b"start: \xff")
+    for form, message in (
+        (("--regex", "("), "guided_decoding regex cannot be used"),
+        (("--regex", "a", "--choice", "b"), "exactly one of"),
+        (("--regex", "a", "--ignore-eos"), "ignore_eos forbids"),
+        (("--json-schema", "/no/such/file"), "/no/such/file"),
+        (("--grammar", str(broken)), "is not UTF-8"),
+    ):
+        result = run("--prompt", "x", *form, at="/no/such/model")
+        assert (result.exit_code, result.stdout) == (2, "")
+        assert message in result.stderr and "Traceback" not in result.stderr
