@@ -80,6 +80,9 @@ class ToolParser(ABC):
 
     def push(self, text: str) -> Delta:
         """Take in the next piece of the answer."""
+        if self._passes(text):
+            self._say(text)
+            return self._told()
         for char in text:
             try:
                 self._take(char)
@@ -95,6 +98,10 @@ class ToolParser(ABC):
             self._content += self._space
         self._space.clear()
         return self._told()
+
+    @abstractmethod
+    def _passes(self, text: str) -> bool:
+        """Whether all of a piece is content, whatever follows: most are, and need not be looked at by character."""
 
     @abstractmethod
     def _take(self, char: str) -> None:

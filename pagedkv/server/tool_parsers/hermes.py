@@ -49,6 +49,9 @@ class HermesParser(ToolParser):
             rules += f'text_open[lazy]: TEXT "{OPEN}"\nTEXT: /(.|\\n)*/\n'
         return checked_grammar(f"start: {start}\n{rules}")
 
+    def _passes(self, text: str) -> bool:
+        return self._state == self._outside and not self._marker and OPEN[0] not in text
+
     def _take(self, char: str) -> None:
         self._state(char)
 

@@ -43,6 +43,9 @@ class Llama3JsonParser(ToolParser):
             rules += answer_rule(form, like_calls=True) if form is not None else "answer: /\\s*([^{\\s](.|\\n)*)?/\n"
         return checked_grammar(f"start: {start}\n{rules}")
 
+    def _passes(self, text: str) -> bool:
+        return self._state == self._text
+
     def _take(self, char: str) -> None:
         self._held.append(char)
         self._state(char)

@@ -56,7 +56,7 @@ def test_answers_that_a_grammar_allows_are_calls_that_fit_their_schemas(parser: 
     name = choice if choice in SCHEMAS else None
     lark = grammar(parser, name=name, required=choice != "auto", parallel=choice != "one")
     counts, names = set(), set()
-    for seed in range(30):
+    for seed in range(20):
         answer = written(lark, seed)
         content, calls = parsed(parser, [answer])
         assert choice == "auto" or content == "", answer

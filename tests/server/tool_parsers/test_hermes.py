@@ -140,7 +140,7 @@ CALL = st.tuples(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.lists(st.tuples(WHITE, TEXT | CALL), max_size=6), WHITE)
 def test_any_answer_of_texts_and_calls(parts: list[tuple[str, object]], end: str) -> None:
     answer, content, calls = "", "", []

@@ -31,7 +31,7 @@ def pieces(text: str, cuts: list[int]) -> list[str]:
 
 
 @pytest.mark.parametrize("parser", PARSERS, ids=NAMES)
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(text=ANSWERS, cuts=st.lists(st.integers(0, 400), max_size=12))
 def test_u42_any_split_tells_the_same(parser: type[ToolParser], text: str, cuts: list[int]) -> None:
     whole = parsed(parser, [text])
