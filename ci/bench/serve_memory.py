@@ -6,13 +6,16 @@
 
 Clients send the kinds of request below in turn, no two with the same prompt: completions, streams, chats, streams whose
 client leaves at its first news, and five kinds of error. The cache is small, so that its memory has all been written to
-and prompts are evicted from its prefix cache long before the first reading. Between readings nothing but requests may
-add to memory: the difference over the requests in between is what each leaves behind.
+and prompts are evicted from its prefix cache long before the first reading. torch and oneDNN keep what they prepared
+for a product of each number of rows, 1,024 of them each unless told otherwise: hundreds of MiB, all in use after some
+ten thousand requests only. Here they keep few (--prepared). So nothing but requests may add to memory between readings:
+the difference over the requests in between is what each leaves behind.
 """
 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import datetime
 import json
 import logging
@@ -42,6 +45,8 @@ RESULTS = Path("bench-results/serve-memory.json")
 CHAT = "/v1/chat/completions"
 TINY = "tiny"
 BLOCKS = 256
+PREPARED = ("LRU_CACHE_CAPACITY", "ONEDNN_PRIMITIVE_CACHE_CAPACITY")
+"""How many products torch and oneDNN keep prepared."""
 SETTLE_SECONDS = 1.0
 LEAVES_AFTER = 30.0
 
@@ -135,8 +140,9 @@ def grown(found: Sequence[Mapping[str, int]]) -> dict[str, float]:
 @click.argument("model", default=TINY)
 @click.option("--requests", "counts", type=_batch_sizes, default="1000,10000", show_default=True)
 @click.option("--clients", type=click.IntRange(min=1), default=16, show_default=True)
+@click.option("--prepared", type=click.IntRange(min=0), default=16, show_default=True, help="Products kept prepared.")
 @click.option("--output", type=click.Path(dir_okay=False, path_type=Path), default=RESULTS, show_default=True)
-def main(model: str, counts: tuple[int, ...], clients: int, output: Path) -> None:
+def main(model: str, counts: tuple[int, ...], clients: int, prepared: int, output: Path) -> None:
     """Measure the memory of the server of MODEL before and after many requests."""
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
     _log.setLevel(logging.INFO)
@@ -144,22 +150,31 @@ def main(model: str, counts: tuple[int, ...], clients: int, output: Path) -> Non
         raise click.UsageError("--requests needs two numbers or more, each above the one before, as in 1000,10000")
     output.parent.mkdir(parents=True, exist_ok=True)
     try:
-        found, kinds = _measure(model, counts, clients, output.parent)
+        found, kinds = _measure(model, counts, clients, prepared, output.parent)
     except (PagedKVError, NotMeasured) as error:
         raise click.ClickException(str(error)) from error
     described = {**machine(), "date": datetime.date.today().isoformat(), "commit": _commit()}
-    report = {"machine": described, "model": model, "clients": clients, "kinds": kinds, "readings": found}
+    report = {
+        "machine": described,
+        "model": model,
+        "clients": clients,
+        "prepared": prepared,
+        "kinds": kinds,
+        "readings": found,
+    }
     output.write_text(json.dumps({**report, "grown": grown(found)}, indent=1) + "\n", encoding="utf-8")
     _log.info("written to %s", output)
     _show(found)
 
 
-def _measure(model: str, counts: Sequence[int], clients: int, logs: Path) -> tuple[list[dict[str, Any]], Counter[str]]:
+def _measure(
+    model: str, counts: Sequence[int], clients: int, prepared: int, logs: Path
+) -> tuple[list[dict[str, Any]], Counter[str]]:
     settings = {"backend": "cpu", "max_model_len": 256, "num_blocks": BLOCKS, "block_size": 16}
     with tempfile.TemporaryDirectory() as home:
         name = _tiny(Path(home)) if model == TINY else model
         port = free_port()
-        plan = pagedkv(name, settings, port)
+        plan = dataclasses.replace(pagedkv(name, settings, port), environment={v: str(prepared) for v in PREPARED})
         with Server("pagedkv", plan, port, 1, logs / "serve-memory.log") as server:
             return readings(server, counts, clients)
 
