@@ -270,6 +270,11 @@ class Grammars:
         size = max(self._tokenizer_size, self._vocab_size)  # either may know ids that the other does not
         return LLTokenizer(self._tokenizer_json(), n_vocab=size, eos_token=self._end_ids)
 
+    @functools.cached_property
+    def _tokens(self) -> _Tokens:
+        spoken = [token for token in self._end_ids if not self._tokenizer.is_special_token(token)]
+        return _Tokens(size=self._tokenizer.vocab_size, vocab_size=self._vocab_size, spoken_ends=spoken)
+
     def _compile(self, params: GuidedDecodingParams) -> Grammar:
         """The grammar of `params`. Raises `RequestInvalid`."""
         if not self._end_ids:
@@ -283,28 +288,41 @@ class Grammars:
             raise _invalid(f"cannot be used: {_short(matcher.get_error())}")
         for warning in matcher.get_grammar_warnings():
             _log.warning("%s: %s", FIELD, _short(warning))
-        return Grammar(matcher, self._tokenizer.vocab_size, self._vocab_size)
+        return Grammar(matcher, self._tokens)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Tokens:
+    """An engine's tokens: how many llguidance knows, how many logits there are.
+
+    `spoken_ends` are end ids that llguidance takes for text too. Inside the form they would end the answer there.
+    """
+
+    size: int
+    vocab_size: int
+    spoken_ends: Sequence[int]
 
 
 class Grammar:
     """One grammar over one engine's tokens."""
 
-    def __init__(self, matcher: LLMatcher, tokenizer_size: int, vocab_size: int) -> None:
+    def __init__(self, matcher: LLMatcher, tokens: _Tokens) -> None:
         self._matcher = matcher
-        self._sizes = tokenizer_size, vocab_size
+        self._tokens = tokens
 
     def start(self, output: Sequence[int]) -> Guide:
         """A place in it, after the tokens `output`."""
-        return Guide(self._matcher.deep_copy(), *self._sizes, output)
+        return Guide(self._matcher.deep_copy(), self._tokens, output)
 
 
 class Guide:
     """Where one row is in its grammar. Once llguidance gives up, no token may come and `trouble` says why."""
 
-    def __init__(self, matcher: LLMatcher, tokenizer_size: int, vocab_size: int, output: Sequence[int]) -> None:
+    def __init__(self, matcher: LLMatcher, tokens: _Tokens, output: Sequence[int]) -> None:
         self._matcher = matcher
-        self._vocab_size = vocab_size
-        self._bits = allocate_token_bitmask(1, tokenizer_size)
+        self._tokens = tokens
+        self._words = allocate_token_bitmask(1, tokens.size)
+        self._bits: npt.NDArray[np.uint8] = self._words.view(np.uint8)[0]
         self._matcher.consume_tokens(list(output))
 
     @property
@@ -318,8 +336,10 @@ class Guide:
 
     def allowed(self) -> npt.NDArray[np.uint8]:
         """Which ids may come next, one bit each, the lowest of a byte first: [V / 8, rounded up]."""
-        fill_next_token_bitmask(self._matcher, self._bits)
+        fill_next_token_bitmask(self._matcher, self._words)
         if self._matcher.is_error():
             self._bits[:] = 0  # llguidance would allow the end
-        bits: npt.NDArray[np.uint8] = self._bits.view(np.uint8)[0, : -(-self._vocab_size // 8)]
-        return bits
+        elif self._tokens.spoken_ends and not self._matcher.is_accepting():
+            for token in self._tokens.spoken_ends:
+                self._bits[token >> 3] &= ~(1 << (token & 7)) & 0xFF
+        return self._bits[: -(-self._tokens.vocab_size // 8)]

@@ -326,6 +326,14 @@ def test_only_valid_utf8_comes(over_bytes: Callable[..., Guide]) -> None:
     assert allowed(over_bytes(b"\xe2\x82", regex=".")) == set(range(0x80, 0xC0))
 
 
+def test_an_end_token_that_is_text_too_ends_the_form_and_is_no_part_of_it() -> None:
+    made = grammars(ends=[257, ord("A")])
+    pair = made.compiled(GuidedDecodingParams(regex="[A-C]{2}"))
+    assert allowed(pair.start(())) == set(b"BC")
+    assert allowed(pair.start(b"BC")) == {257, ord("A")}
+    assert allowed(made.compiled(GuidedDecodingParams(regex="[B-C]*")).start(b"B")) == {257, *b"ABC"}
+
+
 def test_tokens_of_several_characters_and_ids_that_only_one_side_knows() -> None:
     """Byte-level BPE, with a vocabulary that is larger or smaller than the model's."""
     words = ["he", "hel", "llo", "lo", "hello", "Ġwor", "world", "Ġhello"]
