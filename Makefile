@@ -49,7 +49,7 @@ bench-swap: $(VENV)/.demo  ## host memory behind the cache: copies, steps, the p
 	$(BIN)/python ci/bench/swap.py demo
 
 bench-serve: $(VENV)/.dev  ## the server beside the engine alone and beside other servers, and its memory; twenty minutes
-	$(BIN)/python ci/bench/serve.py demo
+	$(BIN)/python ci/bench/serve.py demo --rounds 1
 	$(BIN)/python ci/bench/serve.py demo --no-engine --peers vllm,llama_cpp --clients 1,32 --modes stream --rounds 1 \
 	  --output bench-results/serve-peers.json
 	$(BIN)/python ci/bench/serve_memory.py
