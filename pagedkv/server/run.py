@@ -12,6 +12,7 @@ import gc
 import logging
 import signal
 import socket
+import ssl
 import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -47,6 +48,7 @@ def serve(
     check_names(config)
     if config.tool_call_parser is not None:
         get_parser(config.tool_call_parser)
+    check_certificate(config)
     listener = bind(config)
     _allow_many_connections()
     try:
@@ -74,6 +76,19 @@ def _allow_many_connections() -> None:
     if soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
         _log.debug("up to %d files may be open, %d before", wanted, soft)
+
+
+def check_certificate(config: ServerConfig) -> None:
+    """Raise `ConfigError` for a certificate or key that cannot be served with, before a model is loaded."""
+    if config.ssl_certfile is None:
+        return
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(config.ssl_certfile, config.ssl_keyfile)
+    except (OSError, ssl.SSLError) as error:  # of which the first says which file is missing
+        raise ConfigError(
+            f"--ssl-certfile {config.ssl_certfile} with --ssl-keyfile {config.ssl_keyfile}: {error}; give a certificate "
+            "and its own private key, both in PEM form"
+        ) from error
 
 
 def bind(config: ServerConfig) -> socket.socket:
