@@ -58,15 +58,15 @@ def answers(llm: LLM, params: list[SamplingParams], prompt: Any = PROMPT) -> lis
 
 
 def test_json_validates_against_its_schema(llm: LLM) -> None:
-    found = answers(llm, [guided(seed, json=PERSON) for seed in range(16)])
+    found = answers(llm, [guided(seed, json=PERSON) for seed in range(12)])
     for answer in found:
         assert answer.finish_reason == "stop" and answer.token_ids[-1] in (BOS, EOS)
         jsonschema.validate(json.loads(answer.text), PERSON)
-    assert len({answer.text for answer in found}) == 16
+    assert len({answer.text for answer in found}) == 12
 
 
 def test_regex_choice_and_grammar(llm: LLM) -> None:
-    for seed in range(6):
+    for seed in range(4):
         date, choice, total = answers(
             llm,
             [guided(seed, regex=DATE), guided(seed, choice=["yes", "yes, of course", "né"]), guided(seed, grammar=SUM)],
@@ -78,7 +78,7 @@ def test_regex_choice_and_grammar(llm: LLM) -> None:
 
 
 def test_any_json_object_and_any_json_text_that_was_asked_for_as_text(llm: LLM) -> None:
-    params = [SamplingParams(seed=seed, max_tokens=60, guided_decoding={"json_object": True}) for seed in range(12)]
+    params = [SamplingParams(seed=seed, max_tokens=60, guided_decoding={"json_object": True}) for seed in range(8)]
     ended = [answer.text for answer in answers(llm, params) if answer.finish_reason == "stop"]
     assert ended and all(isinstance(json.loads(text), dict) for text in ended)
     (one,) = answers(llm, [guided(3, json='{"type": "boolean"}')])
@@ -126,21 +126,22 @@ def test_neighbours_keep_their_tokens(llm: LLM) -> None:
     outputs = llm.generate(prompts, mixed, use_tqdm=False)
     assert [outputs[at].outputs[0].token_ids for at in (1, 3, 5)] == alone
     assert outputs[4].outputs[0].text == "no"
-    for at in (0, 2, 4):
+    for at in (2, 4):
         (again,) = answers(llm, [mixed[at]])
         assert again.token_ids == outputs[at].outputs[0].token_ids
 
 
 def test_preemption_goes_on_in_the_middle_of_the_grammar(llm: LLM) -> None:
-    params = [guided(seed, json=PERSON, min_tokens=0) for seed in range(6)]
-    prompts = some_prompts([9, 12, 10, 11, 8, 13], seed=2)
-    with engine(num_blocks=22, enable_prefix_caching=False) as small:
+    params = [guided(seed, json=PERSON) for seed in range(4)]
+    prompts = some_prompts([9, 12, 10, 11], seed=2)
+    with engine(num_blocks=24, enable_prefix_caching=False) as small:
         outputs = small.generate(prompts, params, use_tqdm=False)
         assert small.engine.scheduler.num_preemptions > 0
         assert any(output.metrics.num_preemptions for output in outputs)
-    for prompt, param, output in zip(prompts, params, outputs, strict=True):
+    unhindered = llm.generate(prompts, params, use_tqdm=False)
+    for output, other in zip(outputs, unhindered, strict=True):
         jsonschema.validate(json.loads(output.outputs[0].text), PERSON)
-        assert output.outputs[0].token_ids == answers(llm, [param], prompt)[0].token_ids
+        assert output.outputs[0].token_ids == other.outputs[0].token_ids
 
 
 def test_each_of_n_answers_has_its_own_place(llm: LLM) -> None:
