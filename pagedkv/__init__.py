@@ -12,11 +12,19 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from pagedkv.async_llm import AsyncLLM
-    from pagedkv.engine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+    from pagedkv.engine.outputs import (
+        CompletionOutput,
+        EmbeddingOutput,
+        EmbeddingRequestOutput,
+        Logprob,
+        RequestMetrics,
+        RequestOutput,
+    )
     from pagedkv.engine.scoring import Score
     from pagedkv.llm import LLM
     from pagedkv.sampling.guided import GuidedDecodingParams, StructuredOutputsParams
     from pagedkv.sampling.params import SamplingParams
+    from pagedkv.sampling.pooling import PoolingParams
 
 __version__ = "0.1.0"
 
@@ -28,11 +36,14 @@ _HOMES = {
     "LLM": "pagedkv.llm",
     "AsyncLLM": "pagedkv.async_llm",
     "CompletionOutput": "pagedkv.engine.outputs",
+    "EmbeddingOutput": "pagedkv.engine.outputs",
+    "EmbeddingRequestOutput": "pagedkv.engine.outputs",
     "Logprob": "pagedkv.engine.outputs",
     "RequestMetrics": "pagedkv.engine.outputs",
     "RequestOutput": "pagedkv.engine.outputs",
     "Score": "pagedkv.engine.scoring",
     "GuidedDecodingParams": "pagedkv.sampling.guided",
+    "PoolingParams": "pagedkv.sampling.pooling",
     "SamplingParams": "pagedkv.sampling.params",
     "StructuredOutputsParams": "pagedkv.sampling.guided",
 }
@@ -41,8 +52,11 @@ __all__ = [
     "LLM",
     "AsyncLLM",
     "CompletionOutput",
+    "EmbeddingOutput",
+    "EmbeddingRequestOutput",
     "GuidedDecodingParams",
     "Logprob",
+    "PoolingParams",
     "RequestMetrics",
     "RequestOutput",
     "SamplingParams",

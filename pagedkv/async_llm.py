@@ -17,13 +17,14 @@ from pagedkv.engine.background import Background, Channel, Reader
 from pagedkv.engine.chat import chat_prompt
 from pagedkv.engine.engine import LLMEngine
 from pagedkv.engine.metrics import EngineMetrics
-from pagedkv.engine.outputs import RequestOutput
+from pagedkv.engine.outputs import EmbeddingRequestOutput, RequestOutput
 from pagedkv.engine.prompts import Prompt, PromptType
 from pagedkv.engine.setup import build
 from pagedkv.logs import setup_logging
 from pagedkv.models.tokenizer import Tokenizer
 from pagedkv.progress import loading_bar
 from pagedkv.sampling.params import SamplingParams
+from pagedkv.sampling.pooling import PoolingParams
 
 _ENCODERS = 4  # threads, so that one very long prompt does not hold up the others
 
@@ -63,7 +64,26 @@ class AsyncLLM:
         slower than the engine gets fewer, larger pieces. `request_id` is a label that need not be unique. Whatever is
         wrong with the request is raised by the stream: `RequestInvalid`, `RequestTooLong`, or `EngineDead`.
         """
-        return self._start(lambda: prompt, sampling_params, request_id, priority)
+        return self._start(lambda: prompt, _sampling(sampling_params), request_id, priority)
+
+    async def embed(
+        self,
+        prompt: PromptType,
+        pooling_params: PoolingParams | None = None,
+        request_id: str | None = None,
+        priority: int = 0,
+    ) -> EmbeddingRequestOutput:
+        """The vector of one prompt, by a model that declares pooling; cancelling this aborts the request.
+
+        Raises what the streams of `generate` do, and `ModelError` where the model gives no usable hidden states.
+        """
+        wanted = PoolingParams() if pooling_params is None else pooling_params
+        if not isinstance(wanted, PoolingParams):
+            raise RequestInvalid(
+                f"pooling_params must be a PoolingParams, not {type(wanted).__name__}", field="pooling_params"
+            )
+        stream = self._start(lambda: prompt, wanted, request_id, priority)
+        return EmbeddingRequestOutput.of([output async for output in stream][-1])
 
     def chat(
         self,
@@ -90,7 +110,7 @@ class AsyncLLM:
                 variables=chat_template_kwargs,
             )
 
-        return self._start(read, sampling_params, request_id, priority)
+        return self._start(read, _sampling(sampling_params), request_id, priority)
 
     async def abort(self, request: str | RequestStream) -> bool:
         """End a request, given by its stream or its label; False if there is none, or it has finished.
@@ -143,12 +163,15 @@ class AsyncLLM:
         await asyncio.to_thread(self.close)
 
     def _start(
-        self, read: Callable[[], PromptType], params: SamplingParams | None, request_id: str | None, priority: int
+        self,
+        read: Callable[[], PromptType],
+        params: SamplingParams | PoolingParams,
+        request_id: str | None,
+        priority: int,
     ) -> RequestStream:
         label = str(next(self._numbers)) if request_id is None else request_id
         if not isinstance(label, str):
             raise RequestInvalid(f"request_id={request_id!r} must be text", field="request_id")
-        wanted = SamplingParams() if params is None else params
         engine, background = self.engine, self._background
         channel = background.open(label)
 
@@ -159,11 +182,11 @@ class AsyncLLM:
             if error is not None:
                 background.refuse(channel, error)
             else:
-                background.submit(channel, encoded.result(), wanted, priority)
+                background.submit(channel, encoded.result(), params, priority)
 
         if background.is_alive:
             try:
-                self._encoders.submit(_encode, engine, read, wanted).add_done_callback(queue)
+                self._encoders.submit(_encode, engine, read, params).add_done_callback(queue)
             except RuntimeError:  # closed at this very moment
                 background.refuse(channel, EngineDead("the engine stopped: it was closed; make a new one"))
         return RequestStream(self, background, channel)
@@ -224,8 +247,12 @@ class RequestStream(AsyncIterator[RequestOutput]):
             self._drop()
 
 
-def _encode(engine: LLMEngine, read: Callable[[], PromptType], params: SamplingParams) -> Prompt:
-    if not isinstance(params, SamplingParams):
+def _sampling(params: SamplingParams | None) -> SamplingParams:
+    return SamplingParams() if params is None else params
+
+
+def _encode(engine: LLMEngine, read: Callable[[], PromptType], params: SamplingParams | PoolingParams) -> Prompt:
+    if not isinstance(params, SamplingParams | PoolingParams):
         raise RequestInvalid(
             f"sampling_params must be a SamplingParams, not {type(params).__name__}", field="sampling_params"
         )

@@ -13,7 +13,7 @@ from pagedkv.config import EngineConfig
 from pagedkv.engine.chat import chat_prompt, is_conversation
 from pagedkv.engine.engine import LLMEngine
 from pagedkv.engine.metrics import EngineMetrics
-from pagedkv.engine.outputs import RequestOutput
+from pagedkv.engine.outputs import EmbeddingRequestOutput, RequestOutput
 from pagedkv.engine.prompts import Prompt, PromptType, is_single, read_prompt
 from pagedkv.engine.scoring import Score, Window, window_sizes, windows
 from pagedkv.engine.setup import build
@@ -22,6 +22,7 @@ from pagedkv.logs import setup_logging
 from pagedkv.models.tokenizer import Tokenizer
 from pagedkv.progress import GenerationBar, loading_bar
 from pagedkv.sampling.params import SamplingParams
+from pagedkv.sampling.pooling import PoolingParams
 
 Conversation: TypeAlias = Sequence[Mapping[str, Any]]
 _News: TypeAlias = tuple[int, RequestOutput]
@@ -131,6 +132,24 @@ class LLM:
         """(index of the prompt, output so far) whenever there is news; closing the iterator aborts what is left."""
         items = [prompts] if is_single(prompts) else list(prompts)
         yield from self._run(_Call(items, sampling_params, priority), False, stream=True)
+
+    def embed(
+        self,
+        prompts: PromptType | Sequence[PromptType],
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        use_tqdm: bool = True,
+        *,
+        priority: int | Sequence[int] = 0,
+    ) -> list[EmbeddingRequestOutput]:
+        """The vector of each prompt, in their order, by a model that declares pooling: `outputs.embedding`.
+
+        All prompts are checked before any is queued. Raises `RequestInvalid` or `RequestTooLong`, and `ModelError`
+        where the model gives no usable hidden states.
+        """
+        items = [prompts] if is_single(prompts) else list(prompts)
+        call = _Call(items, pooling_params, priority, doing="Embedding", kind=PoolingParams)
+        outputs = [output for output in self._collect(call, use_tqdm) if isinstance(output, RequestOutput)]
+        return [EmbeddingRequestOutput.of(output) for output in outputs]
 
     def score(
         self,
@@ -281,18 +300,20 @@ class _Call:
     def __init__(
         self,
         items: Sequence[Any],
-        sampling_params: Any,
+        params: Any,
         priority: Any,
         return_errors: bool = False,
         *,
         read: Callable[[Any], PromptType] = lambda item: item,
         what: str = "prompt",
         doing: str = "Generating",
+        kind: type[SamplingParams | PoolingParams] = SamplingParams,
     ) -> None:
         self.items, self.read, self.return_errors = items, read, return_errors
         self.what, self.doing = what, doing
-        default = SamplingParams() if sampling_params is None else sampling_params
-        self.params: list[SamplingParams] = _each(default, len(items), SamplingParams, "sampling_params")
+        name = "sampling_params" if kind is SamplingParams else "pooling_params"
+        default = kind() if params is None else params
+        self.params: list[SamplingParams | PoolingParams] = _each(default, len(items), kind, name)
         self.priorities: list[int] = _each(priority, len(items), int, "priority")
         self.errors: dict[int, RequestError] = {}
 

@@ -53,7 +53,7 @@ def budget(need: Int32, most: int) -> tuple[Int32, int]:
 
 def too_long(prompt_len: int, max_tokens: int | None, max_model_len: int, usable: int, block_size: int) -> str:
     """Why a request can never finish, with the numbers and what to change."""
-    asked = f"prompt of {prompt_len} tokens" + ("" if max_tokens is None else f" + max_tokens={max_tokens}")
+    asked = f"prompt of {prompt_len} tokens" + (f" + max_tokens={max_tokens}" if max_tokens else "")
     room = usable * block_size + 1
     if room < max_model_len:
         limit = f"the cache holds {room} ({usable} blocks of {block_size})"
@@ -61,5 +61,5 @@ def too_long(prompt_len: int, max_tokens: int | None, max_model_len: int, usable
     else:
         limit = f"max_model_len is {max_model_len}"
         advice = "raise max_model_len if the model allows it"
-    lower = "shorten the prompt" if max_tokens is None else "lower max_tokens or shorten the prompt"
+    lower = "lower max_tokens or shorten the prompt" if max_tokens else "shorten the prompt"
     return f"{asked} can never fit: {limit}; {lower}, or {advice}"

@@ -35,9 +35,9 @@ class Request:
 
     `tokens` are prompt and output ids while the request holds no row; a running request's are in its row.
     `limit` is the total length, prompt included, at which it ends. Lower `priority` runs first. Logits of positions
-    0 .. `score_to` - 1 are wanted, `scored` of them have been given. `saved` are the host blocks that hold the first
-    `saved_len` tokens of a swapped one; `lost` counts tokens to be computed once more. `num_cached_tokens` were found
-    in a cache when it started first, `num_host_cached_tokens` of them in host memory.
+    `scored` .. `score_to` - 1 are still wanted. `saved` are the host blocks that hold the first `saved_len` tokens of a
+    swapped one; `lost` counts tokens to be computed once more. `num_cached_tokens` were found in a cache when it
+    started first, `num_host_cached_tokens` of them in host memory.
     """
 
     id: int

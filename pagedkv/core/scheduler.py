@@ -18,7 +18,7 @@ a sequence whose blocks are on their way in joins when they are there. Swapped o
 Who was preempted `max_preemptions` times starts only where all that runs fits to its end: it is never preempted again.
 
 Logits of prompt positions are wanted by few and are large, so a step gives at most `max_scored` of them, and prompts
-that want them come in smaller chunks. They hit the cache only up to where their logits were given.
+that want them come in smaller chunks. They hit the cache only up to the first whose logits are still to be given.
 """
 
 from __future__ import annotations
@@ -146,12 +146,12 @@ class Scheduler:
         end_ids: Sequence[int] = (),
         priority: int = 0,
         salt: bytes = b"",
-        scored: bool = False,
+        wanted: range = range(0),
     ) -> Request:
         """Queue a prompt. Raises `RequestInvalid` or `RequestTooLong`, and then nothing has changed.
 
-        `scored`: the steps give the logits of every prompt position but the last, each once. `max_tokens` 0 ends the
-        request when its prompt has been computed.
+        `wanted`: the steps give the logits of these prompt positions (or whatever the computation ends in), each once
+        and in order. `max_tokens` 0 ends the request when its prompt has been computed.
         """
         limit = self.limit(len(tokens), max_tokens)
         request = Request(
@@ -164,7 +164,8 @@ class Scheduler:
             priority=priority,
             salt=salt,
             arrival=self._next_id,
-            score_to=len(tokens) - 1 if scored else 0,
+            scored=wanted.start,
+            score_to=wanted.stop,
             root=self.index.root(salt),
         )
         self._next_id += 1

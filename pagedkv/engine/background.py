@@ -21,6 +21,7 @@ from pagedkv.engine.engine import LLMEngine
 from pagedkv.engine.outputs import RequestOutput
 from pagedkv.engine.prompts import Prompt
 from pagedkv.sampling.params import SamplingParams
+from pagedkv.sampling.pooling import PoolingParams
 
 _log = logging.getLogger("pagedkv.engine")
 
@@ -107,7 +108,7 @@ class Background:
         channel.put(error=self._dead())
         return channel
 
-    def submit(self, channel: Channel, prompt: Prompt, params: SamplingParams, priority: int) -> None:
+    def submit(self, channel: Channel, prompt: Prompt, params: SamplingParams | PoolingParams, priority: int) -> None:
         """Queue a request that was checked."""
         self._send(lambda: self._add(channel, prompt, params, priority))
 
@@ -175,7 +176,7 @@ class Background:
                 self._news.wait()
             return not self._stopping
 
-    def _add(self, channel: Channel, prompt: Prompt, params: SamplingParams, priority: int) -> None:
+    def _add(self, channel: Channel, prompt: Prompt, params: SamplingParams | PoolingParams, priority: int) -> None:
         if channel not in self._open:  # dropped meanwhile
             return
         try:

@@ -16,19 +16,23 @@ from pagedkv.api.errors import EngineDead, RequestInvalid
 from pagedkv.api.records import Int32, Int64
 from pagedkv.core.request import Reason, Request
 from pagedkv.core.step import Step
+from pagedkv.engine.embedding import Embedder
 from pagedkv.engine.live import Group, Sample, Text, TokenTexts
 from pagedkv.engine.metrics import EngineMetrics, EngineStats, metrics_of
 from pagedkv.engine.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from pagedkv.engine.prompts import Prompt, PromptType, read_prompt
 from pagedkv.engine.setup import Parts
+from pagedkv.models.pooling import Pooling
 from pagedkv.sampling.bad_words import word_ids
 from pagedkv.sampling.guided import Grammar, Grammars
 from pagedkv.sampling.logprobs import score
 from pagedkv.sampling.params import SamplingParams
+from pagedkv.sampling.pooling import PoolingParams
 from pagedkv.sampling.sampler import Sampler
 
 _log = logging.getLogger("pagedkv.engine")
 _PRICED_TOKENS = 64  # a step with fewer prompt tokens says little about how fast they are computed
+_NO_TOKENS: Int32 = np.zeros(0, np.int32)
 _SEED_STEP = 0x9E3779B97F4A7C15  # odd, so that consecutive requests get far-apart seeds
 
 
@@ -84,13 +88,44 @@ class LLMEngine:
         self._samples: dict[int, Sample] = {}  # by the scheduler's id of their request
         self._unforked: set[int] = set()  # groups whose other samples wait for the prompt
         self._following: set[int] = set()  # groups whose tokens are looked at when they come
+        self._embedder = None if parts.pooling is None else Embedder(parts.scheduler, parts.pooling)
         self._dead: BaseException | None = None
 
     # -- requests ------------------------------------------------------------------------------------------------------
 
-    def prepare(self, prompt: PromptType, params: SamplingParams) -> Prompt:
+    @property
+    def pooling(self) -> Pooling | None:
+        """How the model makes vectors; None where it generates text."""
+        return self.parts.pooling
+
+    def prepare(self, prompt: PromptType, params: SamplingParams | PoolingParams) -> Prompt:
         """Tokenize and check a request without queueing it. Raises `RequestError`."""
         ready = read_prompt(prompt, self.tokenizer, self.parts.vocab_size)
+        if isinstance(params, PoolingParams):
+            self._pooler().check(ready, params)
+        else:
+            self._check(ready, params)
+        return ready
+
+    def _pooler(self) -> Embedder:
+        if self._embedder is None:
+            raise RequestInvalid(
+                "this model declares no pooling, so it makes no vectors: use generate, or load an embedding model (a "
+                "folder with modules.json and a pooling config, or a GGUF file with a pooling_type)",
+                field="model",
+            )
+        return self._embedder
+
+    def _check_generates(self) -> None:
+        if self.pooling is not None:
+            raise RequestInvalid(
+                f"this model makes vectors ({self.pooling.kind} pooling) and generates no text: use embed, or load a "
+                "model that generates",
+                field="model",
+            )
+
+    def _check(self, ready: Prompt, params: SamplingParams) -> None:
+        self._check_generates()
         params.check_ids(self.parts.vocab_size)
         if self.tokenizer is None and params.stop:
             raise RequestInvalid("stop looks for text, but there is no tokenizer: use stop_token_ids", field="stop")
@@ -98,7 +133,6 @@ class LLMEngine:
         self._check_some_token_is_left(params)
         self._grammar(params)
         self.scheduler.limit(len(ready.ids), params.max_tokens)
-        return ready
 
     def _bad_words(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
         sequences: list[tuple[int, ...]] = []
@@ -139,7 +173,7 @@ class LLMEngine:
     def add_request(
         self,
         prompt: PromptType | Prompt,
-        params: SamplingParams,
+        params: SamplingParams | PoolingParams,
         *,
         request_id: str | None = None,
         priority: int = 0,
@@ -147,12 +181,16 @@ class LLMEngine:
     ) -> int:
         """Queue a request and return the engine's own id for it; `request_id` is only a label on its outputs.
 
-        With `stream`, every step that gives it a token gives an output. Raises `RequestError`; nothing is queued then.
+        With `stream`, every step that gives it a token gives an output. `PoolingParams` ask for the prompt's vector.
+        Raises `RequestError`; nothing is queued then.
         """
         self._check_alive()
         ready = prompt if isinstance(prompt, Prompt) else self.prepare(prompt, params)
         if isinstance(priority, bool) or not isinstance(priority, int):
             raise RequestInvalid(f"priority={priority!r} must be a whole number; lower runs first", field="priority")
+        if isinstance(params, PoolingParams):
+            return self._pooler().add(ready, params, request_id or "", priority)
+        self._check_generates()
         bad_words, texts = self._bad_words(params), self._texts(ready, params)
         grammar = self._grammar(params)
         request = self.scheduler.add(
@@ -162,7 +200,7 @@ class LLMEngine:
             end_ids=self._end_ids(params),
             priority=priority,
             salt=ready.salt,
-            scored=params.prompt_logprobs is not None,
+            wanted=range(0 if params.prompt_logprobs is None else len(ready.ids) - 1),
         )
         group = Group(
             id=request.id,
@@ -211,6 +249,8 @@ class LLMEngine:
 
     def abort_request(self, request_id: int) -> RequestOutput | None:
         """End a request in any state, all its samples, and return what it had; None if unknown or finished."""
+        if self._embedder is not None:
+            return self._embedder.abort(request_id)
         group = self._groups.get(request_id)
         if group is None:
             return None
@@ -224,7 +264,7 @@ class LLMEngine:
 
     def has_unfinished_requests(self) -> bool:
         """Whether another `step` is needed."""
-        return bool(self._groups)
+        return bool(self._groups or self._embedder)
 
     def metrics(self) -> EngineMetrics:
         """What it does, in numbers."""
@@ -241,6 +281,8 @@ class LLMEngine:
         """Use nothing that was computed so far, on the device or in host memory: open requests are computed anew."""
         self._check_alive()
         self.scheduler.flush()
+        if self._embedder is not None:
+            self._embedder.start_over()
 
     def reset_prefix_cache(self) -> int:
         """Forget all that no request refers to, on the device and in host memory; returns how many blocks."""
@@ -271,7 +313,32 @@ class LLMEngine:
             return []
         self._admit(step)
         began = time.perf_counter()
-        logits = self._runner.run(step)
+        given = self._runner.run(step)
+        outputs = (
+            self._sample(step, given, began)
+            if self._embedder is None
+            else self._pool(self._embedder, step, given, began)
+        )
+        if self._swap is not None:
+            self._swap.begin(self.scheduler.tiers.outbox)
+        if self.scheduler.idle:
+            self.scheduler.check_idle()
+        return outputs
+
+    def _pool(
+        self, embedder: Embedder, step: Step, states: torch.Tensor, began: float
+    ) -> list[tuple[int, RequestOutput]]:
+        """Add the hidden states of a step to their vectors, and give those that are complete."""
+        failed = embedder.take(step, states)
+        self.scheduler.commit(step)
+        finished = [self.scheduler.fail(request) for request in failed]
+        finished += self.scheduler.append(step, _NO_TOKENS)
+        self._count(step, _NO_TOKENS, time.perf_counter() - began)
+        self.stats.finished += len(finished)
+        return [(request.id, embedder.end(request)) for request in finished]
+
+    def _sample(self, step: Step, logits: torch.Tensor, began: float) -> list[tuple[int, RequestOutput]]:
+        """Draw the tokens that the logits of a step give, and tell what came of them."""
         failed = self._score_prompts(step, logits) if len(step.scored) else []
         self.scheduler.commit(step)
         finished = [self.scheduler.fail(request) for request in failed]
@@ -280,12 +347,7 @@ class LLMEngine:
         stopped = self._follow(sampling, sampled)
         finished += self.scheduler.append(step, sampled, stopped=stopped, forks=forks)
         self._count(step, sampled, time.perf_counter() - began)
-        outputs = self._publish(sampling, sampled, finished)
-        if self._swap is not None:
-            self._swap.begin(self.scheduler.tiers.outbox)
-        if self.scheduler.idle:
-            self.scheduler.check_idle()
-        return outputs
+        return self._publish(sampling, sampled, finished)
 
     def _schedule(self) -> Step | None:
         """The next step, transfers begun and taken in on the way; None when all there is to do is wait for one."""
@@ -301,6 +363,9 @@ class LLMEngine:
     def _admit(self, step: Step) -> None:
         now = time.monotonic()
         for request in step.admitted:
+            if self._embedder is not None:
+                self._embedder.admit(request, now)
+                continue
             sample = self._samples[request.id]
             self._set_row(sample, request)
             if sample.group.metrics.first_scheduled_time is None:
@@ -457,7 +522,8 @@ class LLMEngine:
 
     def _die(self, error: BaseException) -> None:
         self._dead = error
-        _log.error("the engine stopped; %d open requests fail: %r", len(self._groups), error)
+        count = len(self._groups) if self._embedder is None else len(self._embedder)
+        _log.error("the engine stopped; %d open requests fail: %r", count, error)
         self._forget()
 
     def close(self) -> None:
@@ -470,6 +536,8 @@ class LLMEngine:
         self._runner.close()
 
     def _forget(self) -> None:
+        if self._embedder is not None:
+            self._embedder.clear()
         self._groups.clear()
         self._samples.clear()
         self._unforked.clear()

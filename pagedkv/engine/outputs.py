@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from pagedkv.api.errors import ModelError, RequestAborted
+
 
 @dataclass(slots=True, kw_only=True)
 class RequestMetrics:
@@ -74,7 +76,8 @@ class RequestOutput:
 
     `outputs` has one entry for each of the `n` samples. `prompt_logprobs` has one for each prompt token, if asked for:
     None for the first, then the token's own record and those of the most probable, by id. `num_cached_tokens` of the
-    prompt were found in a cache, `num_host_cached_tokens` of these in host memory.
+    prompt were found in a cache, `num_host_cached_tokens` of these in host memory. `embedding` is the prompt's vector
+    where one was asked for, and then the one entry of `outputs` only tells how the request ended.
     """
 
     request_id: str
@@ -85,4 +88,46 @@ class RequestOutput:
     num_cached_tokens: int = 0
     num_host_cached_tokens: int = 0
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    embedding: list[float] | None = None
     metrics: RequestMetrics
+
+
+@dataclass(slots=True, kw_only=True)
+class EmbeddingOutput:
+    """One text's vector, numbers of float32."""
+
+    embedding: list[float]
+
+
+@dataclass(slots=True, kw_only=True)
+class EmbeddingRequestOutput:
+    """What `embed` gives for one text; fields as in `RequestOutput`."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: EmbeddingOutput
+    finished: bool = True
+    num_cached_tokens: int = 0
+    num_host_cached_tokens: int = 0
+    metrics: RequestMetrics
+
+    @classmethod
+    def of(cls, output: RequestOutput) -> EmbeddingRequestOutput:
+        """The same of an output of the engine. Raises `RequestAborted`, or `ModelError` where there is no vector."""
+        if output.embedding is None and output.outputs[0].finish_reason == "abort":
+            raise RequestAborted(f"request {output.request_id} was aborted before its vector was there")
+        if output.embedding is None:
+            raise ModelError(
+                f"request {output.request_id}: the model gives no usable hidden states (NaN or infinite) for this "
+                "text; a wider dtype may help (float32)"
+            )
+        return cls(
+            request_id=output.request_id,
+            prompt=output.prompt,
+            prompt_token_ids=output.prompt_token_ids,
+            outputs=EmbeddingOutput(embedding=output.embedding),
+            num_cached_tokens=output.num_cached_tokens,
+            num_host_cached_tokens=output.num_host_cached_tokens,
+            metrics=output.metrics,
+        )

@@ -15,7 +15,6 @@ import torch
 
 from pagedkv.api import AttentionBackend, Pool, PoolSpec
 from pagedkv.api.records import Batch
-from pagedkv.core.scheduler import MAX_SCORED
 from pagedkv.engine.graphs import DecodeGraphs, GraphPlan
 from pagedkv.models.decoder import Decoder
 
@@ -32,17 +31,23 @@ class Measured:
 
 
 def measured(
-    backend: AttentionBackend, model: Decoder, spec: PoolSpec, graphs: GraphPlan | None, vocab_size: int
+    backend: AttentionBackend,
+    model: Decoder,
+    spec: PoolSpec,
+    graphs: GraphPlan | None,
+    vocab_size: int,
+    most_given: int,
 ) -> Measured | None:
     """Run the largest step, and record two sizes where steps are recorded, on a pool of no use. None: nothing to learn.
 
-    Afterwards all that the model keeps from step to step has its final size and place.
+    Of `most_given` tokens logits, or hidden states, are given. Afterwards all that the model keeps from step to step
+    has its final size and place.
     """
     counts = backend.memory().peak is not None
     if not counts and graphs is None:
         return None
     with _smallest_pool(backend, model, spec) as pool:
-        peak = _peak(backend, partial(_largest_step, backend, pool, model, spec))
+        peak = _peak(backend, partial(_largest_step, backend, pool, model, spec, most_given))
         taken = 0 if graphs is None else _graph_bytes(backend, pool, model, graphs, vocab_size)
     return Measured(workspace=peak if counts else None, graphs=taken)
 
@@ -73,11 +78,11 @@ def _peak(backend: AttentionBackend, step: Callable[[], None]) -> int:
     return max(0, (backend.memory().peak or 0) - before)
 
 
-def _largest_step(backend: AttentionBackend, pool: Pool, model: Decoder, spec: PoolSpec) -> None:
+def _largest_step(backend: AttentionBackend, pool: Pool, model: Decoder, spec: PoolSpec, most_given: int) -> None:
     """As many tokens as a step may have, of sequences that are nowhere stored, and as many logits."""
     tokens, rows = spec.limits.tokens, spec.limits.rows
     batch = nowhere(tokens, rows, spec.limits.context)
-    wanted = min(batch.num_tokens, rows + min(MAX_SCORED, tokens))
+    wanted = min(batch.num_tokens, most_given)
     ids = torch.zeros(batch.num_tokens, dtype=torch.int64, device=backend.torch_device)
     attend = partial(backend.attend, backend.plan(pool, 0, batch))
     model.forward(ids, torch.zeros_like(ids), attend, torch.arange(wanted, device=backend.torch_device))

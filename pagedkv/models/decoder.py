@@ -26,7 +26,8 @@ class Decoder(Protocol):
     why_no_graph: str | None
 
     def forward(self, ids: Tensor, positions: Tensor, attend: Attend, rows: Tensor | None = None) -> Tensor:
-        """Logits [n, V] in float32 of the tokens `rows` [n] (None: all T).
+        """Logits [n, V] in float32 of the tokens `rows` [n] (None: all T); where the model makes vectors, their final
+        hidden states [n, H].
 
         ids, positions [T] int64 on the backend's device. Calls `attend` once a layer, in order. Tensors that are kept
         from call to call stay where they are once the largest step has been run.

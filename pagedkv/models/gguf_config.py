@@ -17,6 +17,7 @@ from pagedkv.models.config import ExpertsConfig, ModelConfig
 from pagedkv.models.gguf import ArrayRef, GgufFile
 from pagedkv.models.gguf_keys import Keys
 from pagedkv.models.gguf_rope import gguf_rope, local_rope
+from pagedkv.models.pooling import gguf_pooling
 from pagedkv.ops.gguf_quants import READABLE_NAMES
 
 _log = logging.getLogger("pagedkv.models")
@@ -99,8 +100,9 @@ def parse_gguf_config(file: GgufFile) -> ModelConfig:
         bos_token_id=token_id(file, "bos"),
         eos_token_ids=end_ids(file),
     )
+    pooling = gguf_pooling(keys, hidden)
     keys.refuse_unread()
-    return config
+    return config.pooled(pooling)
 
 
 def _architecture(file: GgufFile) -> str:

@@ -35,7 +35,6 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "leading_dense_block_count": (0,),
     "logit_scale": (0.0, 1.0),
     "nextn_predict_layers": (0,),
-    "pooling_type": (0,),
     "residual_scale": (0.0, 1.0),
     "rope.scaling.yarn_ext_factor": (1.0, -1.0),
     "rope.scaling.yarn_attn_factor": (1.0,),

@@ -12,20 +12,27 @@ from pagedkv.models.hf_families import FAMILIES, Family
 from pagedkv.models.hf_fields import Fields, show
 from pagedkv.models.hf_layers import experts, no_rope_layers, windows
 from pagedkv.models.hf_rope import reach, ropes
+from pagedkv.models.pooling import MODULES, Pooling
 
 __all__ = ["FAMILIES", "parse_hf_config"]
 
 _DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 _GELU_TANH = "gelu_pytorch_tanh"
+_OF_POOLING = frozenset({"is_matryoshka", "matryoshka_dimensions"})
 
 
-def parse_hf_config(config: Mapping[str, Any], generation_config: Mapping[str, Any] | None = None) -> ModelConfig:
+def parse_hf_config(
+    config: Mapping[str, Any],
+    generation_config: Mapping[str, Any] | None = None,
+    pooling: Pooling | None = None,
+) -> ModelConfig:
     """Read config.json and generation_config.json (None: there is none), parsed as JSON.
 
+    `pooling`: what the files beside them say of vectors; a model that gives vectors may come without its head.
     Raises `ModelError` that names every field which is unknown, ill-typed, out of range or contradictory.
     """
     fields = Fields(config, "config.json")
-    family = _family(fields)
+    family = _family(fields, pooling is not None)
     sizes = _sizes(fields, family)
     layers, max_position = sizes["num_layers"], sizes["max_position"]
     rope, local_rope = ropes(fields, family, sizes["head_dim"], max_position)
@@ -48,9 +55,9 @@ def parse_hf_config(config: Mapping[str, Any], generation_config: Mapping[str, A
         bos_token_id=_begin_id(fields, generation_config, sizes["vocab_size"]),
         eos_token_ids=_end_ids(fields, generation_config, sizes["vocab_size"]),
     )
-    fields.ignore(family.ignored)
+    fields.ignore(family.ignored if pooling is None else family.ignored | _OF_POOLING)
     fields.refuse_rest()
-    return parsed
+    return parsed.pooled(pooling)
 
 
 def _departures(fields: Fields, family: Family, hidden: int) -> dict[str, Any]:
@@ -90,8 +97,11 @@ def _softcaps(fields: Fields, defaults: tuple[float | None, float | None]) -> di
     return caps
 
 
-def _family(fields: Fields) -> Family:
-    """The model's family; refuses other kinds, quantized weights and code of the model's own by name."""
+def _family(fields: Fields, headless: bool) -> Family:
+    """The model's family; refuses other kinds, quantized weights and code of the model's own by name.
+
+    `headless`: its class without a head will do.
+    """
     kind = fields.text("model_type")
     family = FAMILIES.get(kind)
     if family is None and fields.take("text_config") is not None:
@@ -101,16 +111,24 @@ def _family(fields: Fields) -> Family:
         )
     if family is None:
         raise ModelError(f"config.json: model_type {show(kind)} is not supported; supported: {', '.join(FAMILIES)}")
-    names = fields.take("architectures")
-    if names is not None and names != [family.architecture]:
-        raise ModelError(
-            f"config.json: architectures {show(names)} is not supported; for model_type {kind!r} only "
-            f"[{family.architecture!r}] is, the text model with its language-model head"
-        )
+    _check_class(fields, family, headless)
     _refuse_quantization(fields)
     _refuse_own_code(fields, family)
     _check_activation(fields, family)
     return family
+
+
+def _check_class(fields: Fields, family: Family, headless: bool) -> None:
+    names, kind = fields.take("architectures"), fields.take("model_type")
+    if names in (None, [family.architecture]) or (headless and names == [family.bare]):
+        return
+    what = "the text model with its language-model head"
+    if names == [family.bare]:
+        what += f"; without one, {MODULES} and a pooling config beside it would have to say how it makes vectors"
+    raise ModelError(
+        f"config.json: architectures {show(names)} is not supported; for model_type {kind!r} only "
+        f"[{family.architecture!r}] is, {what}"
+    )
 
 
 def _check_activation(fields: Fields, family: Family) -> None:

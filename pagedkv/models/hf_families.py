@@ -43,7 +43,13 @@ class Family:
     default_tied: bool = False
     ignored: frozenset[str] = frozenset()
 
+    @property
+    def bare(self) -> str:
+        """Its class without a head."""
+        return self.architecture.replace("ForCausalLM", "TextModel" if self.architecture in _TEXT_MODELS else "Model")
 
+
+_TEXT_MODELS = frozenset({"Gemma3ForCausalLM"})
 _ROUTER_TRAINING = frozenset({"output_router_logits", "router_aux_loss_coef", "router_jitter_noise"})
 
 FAMILIES: Mapping[str, Family] = {

@@ -14,7 +14,7 @@ from torch import Tensor
 from pagedkv.api import AttentionBackend, OpSpec
 from pagedkv.models.config import ModelConfig, RopeConfig
 from pagedkv.models.experts import Experts, FeedForward, load_experts
-from pagedkv.models.packing import Packer, Product, Progress, element_bytes, torch_dtype
+from pagedkv.models.packing import Packer, Product, Progress, Projection, element_bytes, torch_dtype
 from pagedkv.models.rope import RopeTable
 from pagedkv.models.weight_plan import WeightPlan
 from pagedkv.ops import resolve
@@ -72,7 +72,7 @@ class NativeDecoder:
         max_position: int,
     ) -> None:
         self.config = config
-        self.why_no_graph: str | None = None if config.experts is None else "its experts are chosen on the host"
+        self.why_no_graph = _why_no_graph(config)
         self._ops = _choose_ops(config, backend, dtype)
         self._ropes = [RopeTable(rope, max_position, backend.torch_device) for rope in _ropes(config)]
         self._layers = layers
@@ -80,14 +80,15 @@ class NativeDecoder:
         self._embedding_multiplier = _embedding_multiplier(config, dtype)
         self._final_norm = packer.norm("model.norm.weight")
         before = packer.nbytes
-        self._head = packer.tied(self._embedding) if config.tie_word_embeddings else packer.linear("lm_head")
+        self._head = _load_head(packer, config, self._embedding)
         self._heads = [config.num_heads, config.num_kv_heads, config.num_kv_heads]
         self._attended = torch.zeros(
             0, config.num_heads, config.head_dim, dtype=torch_dtype(dtype), device=backend.torch_device
         )
         self.nbytes = packer.nbytes
-        # With a head of its own the table is only looked up in.
-        self.bytes_per_step = self.nbytes - (self._embedding.packed.nbytes if self.nbytes > before else 0)
+        # With a head of its own, or none, the table is only looked up in.
+        multiplied = self._head is not None and self.nbytes == before
+        self.bytes_per_step = self.nbytes - (0 if multiplied else self._embedding.packed.nbytes)
 
     @classmethod
     def load(
@@ -115,7 +116,7 @@ class NativeDecoder:
 
     @torch.inference_mode()
     def forward(self, ids: Tensor, positions: Tensor, attend: Attend, rows: Tensor | None = None) -> Tensor:
-        """Logits [n, V] in float32 of the tokens `rows` [n] (None: all T).
+        """Logits [n, V] in float32 of the tokens `rows` [n] (None: all T); hidden states [n, H] where vectors are made.
 
         ids, positions [T] int64 on the backend's device. Calls `attend` once a layer, in order.
         """
@@ -135,7 +136,7 @@ class NativeDecoder:
             x = ops.add_rms_norm(x, residual, layer.mlp_norm, eps)
             x = self._joining(layer.mlp(x), layer.mlp_out_norm)
         x = ops.add_rms_norm(x, residual, self._final_norm, eps)
-        return self._logits(x)
+        return x.float() if self._head is None else self._logits(self._head(x).float())
 
     def reserve(self, positions: int) -> None:
         """Make the rope tables for positions 0 .. positions - 1 now rather than when they come."""
@@ -152,8 +153,7 @@ class NativeDecoder:
             x = self._ops.rms_norm(x, norm, self.config.rms_norm_eps)
         return x if self.config.residual_multiplier == 1.0 else x.mul_(self.config.residual_multiplier)
 
-    def _logits(self, x: Tensor) -> Tensor:
-        logits = self._head(x).float()
+    def _logits(self, logits: Tensor) -> Tensor:
         if self.config.logit_divisor != 1.0:
             logits.div_(self.config.logit_divisor)
         cap = self.config.logit_softcap
@@ -180,6 +180,19 @@ class NativeDecoder:
         if tokens > self._attended.shape[0]:
             self._attended = self._attended.new_zeros(tokens, *self._attended.shape[1:])
         return self._attended[:tokens]
+
+
+def _load_head(packer: Packer, config: ModelConfig, table: Projection) -> Product | None:
+    """What makes logits of hidden states; None where these are wanted themselves."""
+    if config.pooling is not None:
+        return None
+    return packer.linear("lm_head") if config.own_head else packer.tied(table)
+
+
+def _why_no_graph(config: ModelConfig) -> str | None:
+    if config.pooling is not None:
+        return "the model makes vectors of whole texts, and decodes nothing"
+    return None if config.experts is None else "its experts are chosen on the host"
 
 
 def _ropes(config: ModelConfig) -> list[RopeConfig]:
@@ -261,9 +274,10 @@ def _choose_ops(config: ModelConfig, backend: AttentionBackend, dtype: str) -> _
 
 
 def workspace_bytes(config: ModelConfig, max_tokens: int, max_rows: int, dtype: str) -> int:
-    """An upper bound of the bytes that one `forward` of max_tokens tokens and max_rows logit rows takes.
+    """An upper bound of the bytes that one `forward` of max_tokens tokens and max_rows rows of logits takes.
 
-    Activations and logits with the reference ops, and the whole rope tables; not weights, cache or a backend's scratch.
+    Activations, and logits or hidden states given, with the reference ops, and the whole rope tables; not weights,
+    cache or a backend's scratch.
     """
     size, ropes = element_bytes(dtype), len(_ropes(config))
     hidden, queries = config.hidden_size, config.num_heads * config.head_dim
@@ -271,7 +285,7 @@ def workspace_bytes(config: ModelConfig, max_tokens: int, max_rows: int, dtype: 
     kept = 2 * hidden * size + queries * size + 4 * config.rope.dim * ropes  # residual, x, out, angles
     norm = hidden * (2 * size + 3 * 4)
     attention = qkv * (2 * size + 3 * 4)
-    logits = max_rows * config.vocab_size * (size + 4)
+    logits = max_rows * (config.vocab_size if config.pooling is None else hidden) * (size + 4)
     tables = 8 * config.max_position * (config.rope.dim // 2) * ropes
     return max_tokens * (kept + max(norm, attention, _mlp_bytes(config, size))) + logits + tables
 

@@ -17,7 +17,7 @@ def tensor_shapes(config: ModelConfig) -> dict[str, Shape]:
         "model.embed_tokens.weight": (config.vocab_size, config.hidden_size),
         "model.norm.weight": (config.hidden_size,),
     }
-    if not config.tie_word_embeddings:
+    if config.own_head:
         shapes["lm_head.weight"] = (config.vocab_size, config.hidden_size)
     attention = _attention_shapes(config)
     for index in range(config.num_layers):
@@ -89,8 +89,9 @@ def check_tensors(config: ModelConfig, found: Mapping[str, Shape], where: Mappin
 
 
 def _harmless(name: str, config: ModelConfig) -> bool:
-    # Old checkpoints store the inverse frequencies, which follow from the configuration; some store a tied head twice.
-    return name.endswith(".rotary_emb.inv_freq") or (name == "lm_head.weight" and config.tie_word_embeddings)
+    # Old checkpoints store the inverse frequencies, which follow from the configuration; some store a tied head twice,
+    # or a head that vectors do not need.
+    return name.endswith(".rotary_emb.inv_freq") or (name == "lm_head.weight" and not config.own_head)
 
 
 def _listed(names: Collection[str]) -> str:

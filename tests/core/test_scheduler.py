@@ -161,7 +161,7 @@ def test_a_fork_shares_blocks_until_one_of_the_two_writes() -> None:
 def test_a_prompt_that_waits_for_logits_holds_up_nobody_else() -> None:
     """Two logits a step: the first scored prompt takes them all, the second waits, the third wants none."""
     rig = Rig(num_blocks=40, max_num_batched_tokens=32, max_scored=2, max_overtakes=0)
-    first, second = (rig.add([1, 2, 3, 4, 0, 1, 2, token], 2, scored=True) for token in (1, 2))
+    first, second = (rig.add([1, 2, 3, 4, 0, 1, 2, token], 2, wanted=range(7)) for token in (1, 2))
     plain = rig.add([3] * 6, 2)
     rig.step()
     assert [r.state for r in (first, second, plain)] == [State.RUNNING, State.WAITING, State.RUNNING]
@@ -174,10 +174,19 @@ def test_a_scored_prompt_takes_no_cached_block_whose_logits_it_needs() -> None:
     rig = Rig(num_blocks=40)
     prompt = [1, 2, 3, 4, 0, 1, 2, 3, 4]
     rig.run(prompt)
-    scored = rig.run(prompt, 0, scored=True)
+    scored = rig.run(prompt, 0, wanted=range(8))
     assert (scored.num_cached_tokens, rig.scored[scored.id]) == (0, list(range(8)))
     assert (scored.reason, scored.output_ids) == (Reason.LENGTH, [])
     assert rig.run(prompt).num_cached_tokens == 8
+
+
+def test_a_prompt_whose_last_position_alone_is_wanted_takes_the_cached_blocks_before_it() -> None:
+    rig = Rig(num_blocks=40, max_num_batched_tokens=3)
+    prompt = [1, 2, 3, 4, 0, 1, 2, 3]
+    first = rig.run(prompt, 0, wanted=range(7, 8))
+    again = rig.run(prompt, 0, wanted=range(7, 8))
+    assert (first.num_cached_tokens, again.num_cached_tokens) == (0, 4), "the block of the last one is not taken"
+    assert rig.scored[first.id] == rig.scored[again.id] == [7]
 
 
 def test_forks_made_before_sampling_begin_with_tokens_of_their_own() -> None:

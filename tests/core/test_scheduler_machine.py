@@ -20,6 +20,15 @@ PROMPTS = st.builds(
 )
 
 
+WANTED = (
+    lambda length: range(0),
+    lambda length: range(0),
+    lambda length: range(length - 1),
+    lambda length: range(length),
+    lambda length: range(length - 1, length),
+    lambda length: range(1),
+)
+"""Positions whose logits a request wants: none, those that score a prompt, all, the last, the first."""
 LISTS = ("waiting", "swapped", "loading", "running")
 
 
@@ -59,30 +68,31 @@ class CoreMachine(RuleBasedStateMachine):
             max_scored=max_scored,
         )
         self.expected: dict[int, tuple[Request, list[int]]] = {}
-        self.scored: list[Request] = []
+        self.scored: list[tuple[Request, range]] = []
         self.several: list[tuple[Request, list[list[int]]]] = []
 
     @rule(
         target=requests,
         prompt=PROMPTS,
         max_tokens=st.sampled_from([0, 1, 2, 3, 5, 9, 16]),
-        scored=st.booleans(),
+        ask=st.sampled_from(WANTED),
         samples=st.sampled_from([1, 1, 2, 3]),
         end=st.sampled_from([(), (3,), (0, 4)]),
         priority=st.integers(0, 2),
         salt=st.sampled_from([b"", b"a"]),
     )
-    def add(self, prompt, max_tokens, scored, samples, end, priority, salt):
+    def add(self, prompt, max_tokens, ask, samples, end, priority, salt):
         before = len(self.rig.scheduler.waiting)
         try:
-            request = self.rig.add(prompt, max_tokens, end_ids=end, priority=priority, salt=salt, scored=scored)
+            wanted = ask(len(prompt))
+            request = self.rig.add(prompt, max_tokens, end_ids=end, priority=priority, salt=salt, wanted=wanted)
         except RequestTooLong as error:
             assert len(self.rig.scheduler.waiting) == before
             assert error.needed > error.available
             return multiple()
         self.expected[request.id] = (request, solo(prompt, max_tokens, end, salt))
-        if scored:
-            self.scored.append(request)
+        if wanted:
+            self.scored.append((request, wanted))
         if samples > 1 and max_tokens:
             self.rig.samples[request.id] = samples
             self.several.append((request, [solo(prompt, max_tokens, end, salt, i) for i in range(1, samples)]))
@@ -169,9 +179,8 @@ class CoreMachine(RuleBasedStateMachine):
                 assert request.output_ids == expected
                 stopped = expected[-1:] and expected[-1] in request.end_ids
                 assert request.reason is (Reason.STOP if stopped else Reason.LENGTH)
-        for request in self.scored:
+        for request, whole in self.scored:
             given = self.rig.scored.get(request.id, [])
-            whole = range(request.prompt_len - 1)
             assert given == list(whole[: len(given)] if request.reason is Reason.ABORT else whole), "each once"
         for request, expected in self.several:
             children = self.rig.forks.get(request.id, [])
