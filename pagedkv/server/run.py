@@ -86,8 +86,8 @@ def check_certificate(config: ServerConfig) -> None:
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(config.ssl_certfile, config.ssl_keyfile)
     except (OSError, ssl.SSLError) as error:  # of which the first says which file is missing
         raise ConfigError(
-            f"--ssl-certfile {config.ssl_certfile} with --ssl-keyfile {config.ssl_keyfile}: {error}; give a certificate "
-            "and its own private key, both in PEM form"
+            f"--ssl-certfile {config.ssl_certfile} with --ssl-keyfile {config.ssl_keyfile}: {error}; give a "
+            "certificate and its own private key, both in PEM form"
         ) from error
 
 
