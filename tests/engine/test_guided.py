@@ -118,7 +118,7 @@ def test_a_stream_gives_the_same_text(llm: LLM) -> None:
 # -- with others -------------------------------------------------------------------------------------------------------
 
 
-def test_neighbours_keep_their_tokens(llm: LLM) -> None:
+def test_u54_neighbours_keep_their_tokens(llm: LLM) -> None:
     free = [greedy(20), seeded(7, 20), seeded(8, 20, top_k=5)]
     alone = [solo(prompt, params) for prompt, params in zip(OTHERS, free, strict=True)]
     prompts = [PROMPT, OTHERS[0], PROMPT, OTHERS[1], PROMPT, OTHERS[2]]
@@ -144,7 +144,7 @@ def test_preemption_goes_on_in_the_middle_of_the_grammar(llm: LLM) -> None:
         assert output.outputs[0].token_ids == other.outputs[0].token_ids
 
 
-def test_each_of_n_answers_has_its_own_place(llm: LLM) -> None:
+def test_u64_each_of_n_answers_has_its_own_place(llm: LLM) -> None:
     found = answers(llm, [guided(4, json=PERSON, n=5), guided(4, regex=DATE, n=3)])
     for answer in found[:5]:
         jsonschema.validate(json.loads(answer.text), PERSON)
