@@ -8,7 +8,8 @@ Clients send the kinds of request below in turn, no two with the same prompt: co
 client leaves at its first news, and five kinds of error. The cache is small, so that its memory has all been written to
 and prompts are evicted from its prefix cache long before the first reading. torch and oneDNN keep what they prepared
 for a product of each number of rows, 1,024 of them each unless told otherwise: hundreds of MiB, all in use after some
-ten thousand requests only. Here they keep few (--prepared). So nothing but requests may add to memory between readings:
+ten thousand requests only. Here they keep few (--prepared). The tokenizer keeps the first 10,000 words that it
+met: prompts consist of ten words, in an order of their own. So nothing but requests may add to memory between readings:
 the difference over the requests in between is what each leaves behind.
 """
 
@@ -62,8 +63,8 @@ class Kind:
     leaves: bool = False
 
     def content(self, number: int) -> dict[str, Any]:
-        """The body of request `number`, whose words no other one has."""
-        words = f"{number} and {number * 7919 % 1_000_003}"
+        """The body of request `number`, whose prompt no other one has."""
+        words = " ".join(f"{number:06d}{number * 7919 % 1_000_003:06d}")
         prompt = {"messages": [{"role": "user", "content": words}]} if self.path == CHAT else {"prompt": words}
         return {"model": NAME, "max_tokens": 2, "temperature": 0, **prompt, **self.body}
 
