@@ -11,7 +11,7 @@ from fastapi import APIRouter, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
-from starlette.responses import Response
+from starlette.responses import PlainTextResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pagedkv import __version__
@@ -22,6 +22,19 @@ from pagedkv.server.completions import complete
 from pagedkv.server.embeddings import embed
 from pagedkv.server.errors import HTTPError, Unavailable
 from pagedkv.server.front import Caller, Front
+from pagedkv.server.openapi import (
+    TEXT,
+    ChatAnswer,
+    CompletionAnswer,
+    DetokenizeAnswer,
+    EmbeddingAnswer,
+    ModelAnswer,
+    ModelsAnswer,
+    StatusAnswer,
+    TokenizeAnswer,
+    VersionAnswer,
+    answers,
+)
 from pagedkv.server.problems import StrictRequest, refusal
 from pagedkv.server.remote import State
 from pagedkv.server.replies import Json, error_reply
@@ -49,57 +62,57 @@ class _Route(APIRoute):
 router = APIRouter(route_class=_Route)
 
 
-@router.post("/v1/completions", response_model=None)
+@router.post("/v1/completions", response_model=None, responses=answers(CompletionAnswer, events=True))
 async def completions(body: CompletionBody, request: Request) -> Response:
     """Go on from a prompt, or several."""
     return await complete(front_of(request), body, caller_of(request))
 
 
-@router.post("/v1/chat/completions", response_model=None)
+@router.post("/v1/chat/completions", response_model=None, responses=answers(ChatAnswer, events=True))
 async def chat_completions(body: ChatBody, request: Request) -> Response:
     """The next message of a conversation."""
     return await chat(front_of(request), body, caller_of(request))
 
 
-@router.post("/v1/embeddings", response_model=None)
+@router.post("/v1/embeddings", response_model=None, responses=answers(EmbeddingAnswer))
 async def embeddings(body: EmbeddingBody, request: Request) -> Response:
     """Vectors of texts, by a model that declares how it pools."""
     return await embed(front_of(request), body, caller_of(request))
 
 
-@router.post("/tokenize", response_model=None)
+@router.post("/tokenize", response_model=None, responses=answers(TokenizeAnswer))
 async def tokenized(body: TokenizeBody, request: Request) -> Response:
     """The ids of a text or a conversation."""
     return Json(await tokenize(front_of(request), body, caller_of(request)))
 
 
-@router.post("/detokenize", response_model=None)
+@router.post("/detokenize", response_model=None, responses=answers(DetokenizeAnswer))
 async def detokenized(body: DetokenizeBody, request: Request) -> Response:
     """The text of ids."""
     return Json(await detokenize(front_of(request), body, caller_of(request)))
 
 
-@router.get("/v1/models", response_model=None)
+@router.get("/v1/models", response_model=None, responses=answers(ModelsAnswer))
 async def models(request: Request) -> Response:
     """The names that this server answers to."""
     front = front_of(request)
     return Json({"object": "list", "data": [_model(front, name) for name in front.names]})
 
 
-@router.get("/v1/models/{name:path}", response_model=None)
+@router.get("/v1/models/{name:path}", response_model=None, responses=answers(ModelAnswer))
 async def model(name: str, request: Request) -> Response:
     """One of them."""
     front = front_of(request)
     return Json(_model(front, front.check_model(name)))
 
 
-@router.get("/version", response_model=None)
+@router.get("/version", response_model=None, responses=answers(VersionAnswer))
 async def version() -> Response:
     """This package's version."""
     return Json({"version": __version__})
 
 
-@router.get("/health", response_model=None)
+@router.get("/health", response_model=None, responses=answers(StatusAnswer))
 async def health(request: Request) -> Response:
     """Whether the engine's steps go on, as it was last heard to say itself."""
     front = front_of(request)
@@ -108,14 +121,14 @@ async def health(request: Request) -> Response:
     return Json({"status": "draining" if front.draining else "ok"})
 
 
-@router.get("/ready", response_model=None)
+@router.get("/ready", response_model=None, responses=answers(StatusAnswer))
 async def ready(request: Request) -> Response:
     """Whether a token can be had: one is written."""
     await front_of(request).ready()
     return Json({"status": "ready"})
 
 
-@router.get("/metrics", response_model=None)
+@router.get("/metrics", response_model=None, response_class=PlainTextResponse, responses=TEXT)
 async def metrics(request: Request) -> Response:
     """All series, for Prometheus."""
     front = front_of(request)

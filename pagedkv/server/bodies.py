@@ -57,6 +57,10 @@ class Body(BaseModel):
         return f"{shown} (did you mean {near[0]}?)" if near else shown
 
 
+def _example(**body: Any) -> ConfigDict:
+    return ConfigDict(json_schema_extra={"examples": [body]})
+
+
 class StreamOptions(BaseModel):
     """What a stream tells beside its text."""
 
@@ -201,6 +205,8 @@ class Generating(Body):
 class CompletionBody(Generating):
     """POST /v1/completions."""
 
+    model_config = _example(prompt="The capital of France is", max_tokens=8, temperature=0)
+
     unsupported = {**Generating.unsupported, "suffix": (None, "")}
 
     prompt: str | list[str] | list[int] | list[list[int]]
@@ -212,6 +218,8 @@ class CompletionBody(Generating):
 
 class ChatBody(Generating):
     """POST /v1/chat/completions."""
+
+    model_config = _example(messages=[{"role": "user", "content": "Hello"}], max_completion_tokens=64)
 
     unsupported = {
         **Generating.unsupported,
@@ -242,6 +250,8 @@ class ChatBody(Generating):
 class EmbeddingBody(Body):
     """POST /v1/embeddings."""
 
+    model_config = _example(input=["A text.", "Another one."])
+
     without_effect = Generating.without_effect
 
     input: str | list[str] | list[int] | list[list[int]]
@@ -253,6 +263,8 @@ class EmbeddingBody(Body):
 
 class TokenizeBody(Body):
     """POST /tokenize: a text, or a conversation as the chat template writes it."""
+
+    model_config = _example(prompt="Hello", return_token_strs=True)
 
     unsupported = {"chat_template": (None,), "continue_final_message": (None, False), "mm_processor_kwargs": (None,)}
 
@@ -267,6 +279,8 @@ class TokenizeBody(Body):
 
 class DetokenizeBody(Body):
     """POST /detokenize."""
+
+    model_config = _example(tokens=[1, 2])
 
     tokens: list[int]
     skip_special_tokens: bool = False
