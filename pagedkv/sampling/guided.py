@@ -45,6 +45,7 @@ _LIMITS = LLParserLimits(
     max_grammar_size=20_000,
     verbose_errors=False,
 )
+_QUOTED = re.compile(r'"(?:\\.|[^"\\\n])*"|/(?:\\.|[^/\\\n])+/')  # texts and expressions in Lark
 _STACK = 2**28  # bytes, of which only what is used exists
 _KEPT = 64  # grammars, of each kind of cache
 _SPACE = r"[\x20\x0A\x0D\x09]{0,64}"
@@ -117,7 +118,7 @@ def _json(value: Any) -> tuple[str, str]:
     schema = json.loads(_text(value)) if isinstance(value, str) else value
     if not isinstance(schema, Mapping):
         raise ValueError(f"must be a JSON schema, an object, got {type(schema).__name__}")
-    text = _text(json.dumps(dict(schema), allow_nan=False))
+    text = _text(json.dumps(dict(schema), allow_nan=False, ensure_ascii=False))
     _refuse_explosive(schema)
     # Beside it, whitespace_flexible in the schema itself would count for nothing.
     bounded = "whitespace" not in json.dumps(schema.get("x-guidance", ""))
@@ -144,10 +145,10 @@ def _choice(value: Any) -> tuple[tuple[str, ...], str]:
 
 
 def _grammar(value: Any) -> tuple[str, str]:
-    without_texts = re.sub(r'"(?:\\.|[^"\\\n])*"|/(?:\\.|[^/\\\n])+/', "", _text(value))
-    if without_texts.count("&") >= MAX_CONJUNCTS:
+    plain = _QUOTED.sub(lambda found: " " * len(found[0]), _text(value))
+    if plain.count("&") >= MAX_CONJUNCTS:
         raise ValueError(f"combines more than {MAX_CONJUNCTS} expressions with &: write fewer")
-    for embedded in re.finditer(r"%json\s*", value):
+    for embedded in re.finditer(r"%json\s*", plain):
         _refuse_explosive(json.JSONDecoder().raw_decode(value, embedded.end())[0])
     return value, grammar_from("grammar", value)
 

@@ -176,6 +176,8 @@ for _ in range(3000):
         ({"choice": "ab"}, "at least one text, got 'ab'"),
         ({"choice": ["a", 1]}, "at least one text"),
         ({"choice": 7}, "not iterable"),
+        ({"choice": ["\ud800"]}, "choice cannot be used: "),
+        ({"json": {"const": "\ud800"}}, "surrogates not allowed"),
         ({"grammar": "start: other"}, "unknown name"),
         ({"grammar": "hello"}, "grammar Failed to convert"),
         ({"grammar": "root ::= other"}, "Rule 'other' not found"),
@@ -296,6 +298,7 @@ def test_choices_allow_their_next_bytes_and_the_ends_after_the_last(over_bytes: 
         ({"regex": "[a-c]{2}d?"}, "abd", b"."),
         ({"regex": "^a$"}, "", b"a"),
         ({"regex": "(x/y)*"}, "x", b"/"),
+        ({"json": {"const": "é!"}}, '"é', b"!"),
         ({"json": {"type": "boolean"}}, "", b"tf"),
         ({"json": {"type": "boolean"}}, "true", b"."),
         ({"json": {"type": "integer", "minimum": 3, "maximum": 9}}, "", b"3456789"),
@@ -308,6 +311,8 @@ def test_choices_allow_their_next_bytes_and_the_ends_after_the_last(over_bytes: 
         ({"grammar": 'root ::= "a" [0-2] | "b"\n'}, "", b"ab"),
         ({"grammar": 'root ::= "a" [0-2] | "b"\n'}, "a", b"012"),
         ({"grammar": 'start: "a" <[256]>'}, "a", b"\x00"),
+        ({"grammar": 'start: "%json" /[%&]/ "&&&&&&&&&&"'}, "%json", b"%&"),
+        ({"grammar": 'start: "a" %json {"enum": ["/%json &&&&&&&&&&", "\\"/"]}'}, 'a"', b"/\\"),
     ],
 )
 def test_next_bytes_by_hand(
