@@ -269,15 +269,14 @@ class ServerMetrics:
     def _end(self, ending: Ending, request: _Open) -> None:
         moments = ending.metrics
         arrived = moments.arrival_time if request.arrived is None else request.arrived
-        reasons = request.reasons or (["stop"] if ending.embedding is not None else [])
-        for reason in reasons:
+        for reason in request.reasons:
             self._finished.add(reason)
         if moments.first_scheduled_time is not None:
             self._queued.add(moments.first_scheduled_time - arrived)
             self._count_prompt(ending)
         if moments.first_token_time is not None:
             self._first.add(moments.first_token_time - arrived)
-        if moments.finished_time is not None and "abort" not in reasons:
+        if moments.finished_time is not None and "abort" not in request.reasons:
             self._whole.add(moments.finished_time - arrived)
             self._prompt_length.add(ending.num_prompt_tokens)
             self._answer_length.add(request.tokens)

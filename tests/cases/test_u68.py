@@ -66,7 +66,7 @@ def test_u68_every_series_before_during_and_after_three_requests(api: Api) -> No
     assert before["kv_cache_blocks state=free tier=device"] == 512
 
     with httpx.Client(base_url=api.url, timeout=120) as http, contextlib.ExitStack() as stack:
-        whole = http.post("/v1/completions", json=body(0, max_tokens=5)).raise_for_status().json()["usage"]
+        whole = http.post("/v1/completions", json=body(0, max_tokens=5, n=2)).raise_for_status().json()["usage"]
         streams = [streamed(http, stack, number) for number in range(1, 4)]
         first = [next(chunks) for chunks in streams]
         during, again = scrape(api), scrape(api)
@@ -82,15 +82,17 @@ def test_u68_every_series_before_during_and_after_three_requests(api: Api) -> No
     assert before.keys() == during.keys() == after.keys()
     prompts, answers = (sum(one[f"{kind}_tokens"] for one in usage) for kind in ("prompt", "completion"))
     cached = sum(one["prompt_tokens_details"]["cached_tokens"] for one in usage)
-    assert (prompts, answers) == (4 * (1 + len(PREFIX) + 1), 3 * 300 + 5), "the first token, and one a byte"
+    assert (prompts, answers) == (4 * (1 + len(PREFIX) + 1), 3 * 300 + 2 * 5), "the first token, and one a byte"
     assert after["prompt_tokens_total"] == after["request_prompt_tokens_sum"] == prompts
     assert after["generation_tokens_total"] == after["request_generation_tokens_sum"] == answers
     hits = [after[f"prefix_cache_hits_total tier={tier}"] for tier in ("device", "host")]
     assert sum(hits) == cached >= 3 * (len(PREFIX) // 4) * 4, "whole blocks of what all begin with"
     assert after["prefix_cache_queries_total"] == prompts, "hits and misses"
-    assert after["computed_tokens_total"] == prompts - cached + answers - 4, "no answer's last token is computed"
-    assert after["inter_token_latency_seconds_count"] == answers - 4
-    assert after["request_success_total finished_reason=length"] == after["e2e_request_latency_seconds_count"] == 4
+    assert after["computed_tokens_total"] == prompts - cached + answers - 5, "no answer's last token is computed"
+    assert after["inter_token_latency_seconds_count"] == answers - 5
+    assert after["request_success_total finished_reason=length"] == 5, "each of n"
+    for name in ("e2e_request_latency", "time_to_first_token", "request_queue_time"):
+        assert after[f"{name}_seconds_count"] == 4
     assert after["http_requests_total handler=/v1/completions method=POST status=200"] == 4
     gauges = [after[f"num_requests_{state}"] for state in ("open", "running", "waiting", "swapped", "loading")]
     assert gauges == [0, 0, 0, 0, 0] and after["kv_cache_usage_perc"] == 0

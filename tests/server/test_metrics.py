@@ -5,10 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
-import multiprocessing
 import re
-import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,18 +18,15 @@ from prometheus_client.parser import text_string_to_metric_families
 from starlette.responses import JSONResponse
 from starlette.testclient import TestClient
 
-from pagedkv import SamplingParams
 from pagedkv.api.errors import EngineDead, RequestInvalid, RequestTooLong
 from pagedkv.engine.metrics import EngineMetrics, PoolMetrics
 from pagedkv.engine.outputs import RequestMetrics
 from pagedkv.server.errors import HTTPError, QueueFull, TimedOut, Unavailable
 from pagedkv.server.guard import guarded
 from pagedkv.server.keys import Keys
-from pagedkv.server.messages import Ending, Facts, Failure, News, Piece, Ping, Stop, Submit
+from pagedkv.server.messages import Ending, Facts, Failure, News, Piece
 from pagedkv.server.metrics import KINDS, ServerMetrics
 from pagedkv.server.settings import ServerConfig
-from pagedkv.server.worker import Worker
-from tests.helpers.engine_rig import engine
 
 ROOT = Path(__file__).resolve().parents[2]
 GUIDE = (ROOT / "docs" / "metrics.md").read_text("utf-8")
@@ -226,7 +220,7 @@ def test_a_request_given_up_in_between_counts_with_what_was_done(metrics: Server
 def test_an_embedding_ends_too(metrics: ServerMetrics) -> None:
     metrics.submitted(1)
     end = ending(1, 12, first_scheduled_time=100.0, finished_time=101.0)
-    metrics.news(News(endings=[dataclasses.replace(end, embedding=[0.5])]))
+    metrics.news(News(pieces=[piece(1, 0, "stop")], endings=[dataclasses.replace(end, embedding=[0.5])]))
     assert value(metrics, "request_success_total", finished_reason="stop") == 1
     assert counts(metrics, "e2e_request_latency_seconds") == (1, 1.0)
     assert counts(metrics, "time_to_first_token_seconds") == (0, 0)
@@ -396,66 +390,6 @@ def test_no_client_makes_series(requests: list[tuple[str, str, int]]) -> None:
     total = sum(number for (name, _), number in after.items() if name == "pagedkv:http_requests_total")
     assert total == 2 * len(requests)
     assert {dict(labels).get("model_name") for name, labels in after if "pagedkv" in name} == {'de"mo\\\n'}
-
-
-# -- an engine ---------------------------------------------------------------------------------------------------------
-
-
-def served(pipe: Any, commands: list[Any], metrics: ServerMetrics) -> Iterator[News]:
-    """Send, and pass every message on until all that was sent has ended; then ask for the engine's numbers."""
-    assert isinstance(pipe.recv(), Facts)
-    left = {command.key for command in commands}
-    for command in commands:
-        metrics.submitted(command.key)
-        pipe.send(command)
-    asked = False
-    while left or not asked:
-        if not left:
-            asked = True
-            pipe.send(Ping(1))
-        told = pipe.recv()
-        left -= {one.key for one in told.endings}
-        metrics.news(told)
-        yield told
-    pipe.send(Stop())
-
-
-def test_an_engines_news_add_up_to_what_it_gave() -> None:
-    """Streams and whole answers, n of 2, a shared prefix: the counters are the sums of `usage`."""
-    metrics = ServerMetrics("demo", {})
-    metrics.engine_up(True)
-    commands = [
-        Submit(
-            key=key,
-            prompt={"prompt_token_ids": [*range(3, 20), key]},
-            params=SamplingParams(max_tokens=4 + key, n=1 + key % 2, ignore_eos=True, seed=key),
-            label=str(key),
-            stream=key < 3,
-        )
-        for key in range(1, 5)
-    ]
-    here, there = multiprocessing.Pipe()
-    with engine(max_num_batched_tokens=18) as llm:
-        worker = threading.Thread(target=Worker(there, llm.engine).run)
-        worker.start()
-        news = list(served(here, commands, metrics))
-        worker.join()
-    endings = [end for told in news for end in told.endings]
-    tokens = sum((4 + key) * (1 + key % 2) for key in range(1, 5))
-    assert value(metrics, "generation_tokens_total") == tokens
-    assert value(metrics, "prompt_tokens_total") == value(metrics, "prefix_cache_queries_total") == 4 * 18
-    hits = sum(value(metrics, "prefix_cache_hits_total", tier=tier) for tier in ("device", "host"))
-    assert hits == sum(end.num_cached_tokens for end in endings) > 0
-    assert value(metrics, "request_success_total", finished_reason="length") == 6
-    assert value(metrics, "inter_token_latency_seconds_count") == tokens - 6, "all but each answer's first"
-    steps, seconds = counts(metrics, "step_time_seconds")
-    assert steps == sum(told.step_seconds is not None for told in news) and seconds > 0
-    for name in ("time_to_first_token", "e2e_request_latency", "request_queue_time"):
-        count, total = counts(metrics, f"{name}_seconds")
-        assert count == 4 and total >= 0
-    assert value(metrics, "kv_cache_blocks", tier="device", state="cached") > 0
-    assert value(metrics, "computed_tokens_total") >= tokens - 6 + 4 * 18 - hits
-    assert value(metrics, "num_requests_open") == 0
 
 
 # -- what names them ---------------------------------------------------------------------------------------------------
