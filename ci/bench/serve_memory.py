@@ -4,13 +4,13 @@
     python ci/bench/serve_memory.py --requests 200,2000     # a first look
     python ci/bench/serve_memory.py demo
 
-Clients send the kinds of request below in turn, no two with the same prompt: completions, streams, chats, streams whose
+Clients send the kinds of request below in turn: completions, streams, chats, streams whose
 client leaves at its first news, and five kinds of error. The cache is small, so that its memory has all been written to
 and prompts are evicted from its prefix cache long before the first reading. torch and oneDNN keep what they prepared
 for a product of each number of rows, 1,024 of them each unless told otherwise: hundreds of MiB, all in use after some
 ten thousand requests only. Here they keep few (--prepared). The tokenizer keeps the first 10,000 words that it
-met: prompts consist of ten words, in an order of their own. So nothing but requests may add to memory between readings:
-the difference over the requests in between is what each leaves behind.
+met: prompts are ids, all different, and conversations a hundred. So nothing but requests may add to memory between
+readings: the difference over the requests in between is what each leaves behind.
 """
 
 from __future__ import annotations
@@ -63,9 +63,11 @@ class Kind:
     leaves: bool = False
 
     def content(self, number: int) -> dict[str, Any]:
-        """The body of request `number`, whose prompt no other one has."""
-        words = " ".join(f"{number:06d}{number * 7919 % 1_000_003:06d}")
-        prompt = {"messages": [{"role": "user", "content": words}]} if self.path == CHAT else {"prompt": words}
+        """The body of request `number`: ids that no other one has, or one of a hundred conversations."""
+        if self.path == CHAT:
+            prompt: dict[str, Any] = {"messages": [{"role": "user", "content": f"{number % 100}"}]}
+        else:
+            prompt = {"prompt": [int(digit) for digit in f"{number:06d}{number * 7919 % 1_000_003:06d}"]}
         return {"model": NAME, "max_tokens": 2, "temperature": 0, **prompt, **self.body}
 
 
