@@ -297,8 +297,13 @@ def claim_options(config: EngineConfig, accepted: Mapping[str, str], backend: st
     return options
 
 
+def known_names() -> list[str]:
+    """Settings of the engine, those that are not built or have no effect among them."""
+    return [f.name for f in dataclasses.fields(EngineConfig)] + [*_WITHOUT_EFFECT, *_NOT_BUILT]
+
+
 def _unknown(name: str, accepted: Mapping[str, str], backend: str) -> str:
-    known = [f.name for f in dataclasses.fields(EngineConfig)] + [*_WITHOUT_EFFECT, *_NOT_BUILT, *accepted]
+    known = [*known_names(), *accepted]
     close = difflib.get_close_matches(name, known, n=1)
     hint = f"did you mean {close[0]}?" if close else f"known names are {', '.join(sorted(known))}"
     return f"{name} is neither a setting of the engine nor an option of backend {backend}: {hint}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import logging
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -13,7 +14,7 @@ import click
 from pagedkv.api.errors import ConfigError
 from pagedkv.cli.common import model_argument
 from pagedkv.cli.model_options import engine_options, engine_settings
-from pagedkv.config import parse_bytes
+from pagedkv.config import known_names, parse_bytes
 
 _log = logging.getLogger("pagedkv.cli")
 _COUNT: Mapping[str, Any] = {"type": int, "metavar": "N"}
@@ -150,8 +151,21 @@ def serve(ctx: click.Context, /, model: str, settings: dict[str, Any], **server:
 
     config = server_config(server)
     extra = _without_effect(ctx.meta["extra"])
+    check_typos(extra)
     level = logging.getLevelName(logging.getLogger("pagedkv").level)
     sys.exit(run({"model": model, **engine_settings(settings), **extra}, config, level=level))
+
+
+def check_typos(extra: Mapping[str, Any]) -> None:
+    """Raise `ConfigError` for a name that is nearly one of the server's own.
+
+    The engine, which is asked about every other one, knows those of its own and its backend's only.
+    """
+    for name in extra:
+        near = difflib.get_close_matches(name, SERVER, n=1, cutoff=0.7)
+        if near and name not in known_names():
+            flags = [each.replace("_", "-") for each in (name, near[0])]
+            raise ConfigError(f"there is no option --{flags[0]}: did you mean --{flags[1]}?")
 
 
 def server_config(given: Mapping[str, Any]) -> Any:

@@ -203,7 +203,9 @@ class Server:
         host, port = self._listener.getsockname()[:2]
         scheme = "https" if self._config.ssl_certfile else "http"
         shown = f"[{host}]" if ":" in host else host
-        _log.info("serving %s on %s://%s:%d/v1", ", ".join(front.names), scheme, shown, port)
+        names, model = ", ".join(front.names), str(self._settings["model"])
+        named = names if model in front.names else f"{names} ({model})"
+        _log.info("serving %s on %s://%s:%d/v1", named, scheme, shown, port)
         if self._keys.names:
             _log.info("keys of %s are let in", ", ".join(self._keys.names))
         if not self._config.loopback and not self._keys.names:
