@@ -174,6 +174,8 @@ def _predict(fit: Fit, longest: int) -> Prediction | None:
         return None
     speed, context = speed_of(fit, rates), min(CONTEXT, longest)
     batches = [batch for batch in BATCHES if batch == 1 or fit.holds(batch, context)]
+    if fit.checkpoint.config.pooling is not None:
+        batches = []  # vectors are made of whole texts
     return Prediction(
         rates=rates,
         context=context,

@@ -102,13 +102,14 @@ def work_of(checkpoint: AnyCheckpoint, agreed: Agreed) -> Work:
     vocabulary = config.vocab_size * config.hidden_size
     experts = sum(count for name, count in numbers.items() if ".experts." in name)
     share = 1.0 if config.experts is None else config.experts.per_token / config.experts.num
+    head = vocabulary if config.pooling is None else 0
     multiplied = sum(numbers.values()) - (0 if config.tie_word_embeddings else vocabulary)
     read = agreed.weights.nbytes - _table_bytes(checkpoint, config, agreed)
     return Work(
         group=group,
         step_bytes=read,
-        body=2.0 * (multiplied - vocabulary - experts * (1 - share)),
-        head=2.0 * vocabulary,
+        body=2.0 * (multiplied - head - experts * (1 - share)),
+        head=2.0 * head,
         expert_bytes=read * experts // multiplied,
         expert_share=share,
         packed=bool(agreed.weights.packed),
@@ -116,7 +117,7 @@ def work_of(checkpoint: AnyCheckpoint, agreed: Agreed) -> Work:
 
 
 def _table_bytes(checkpoint: AnyCheckpoint, config: ModelConfig, agreed: Agreed) -> int:
-    """Bytes of an embedding table that no product reads: the head is another tensor, or a copy in its own layout."""
+    """Bytes of an embedding table that no product reads: the head is another tensor, its own copy, or none."""
     if config.tie_word_embeddings and not agreed.weights.twice:
         return 0
     count = config.vocab_size * config.hidden_size

@@ -18,6 +18,7 @@ from pagedkv.planning.plan import planned, speed_of
 from pagedkv.planning.rates import product_rate, rates_of, read_bandwidth
 from pagedkv.planning.speed import Rates, Speed, Work, work_of
 from tests.helpers.planning_rig import GIB, LLAMA_2_7B, TINY, fit_of, write_config
+from tests.helpers.pooled import declare
 
 ENOUGH = MemoryInfo(free=80 * GIB, total=80 * GIB)
 ROOM = {"bandwidth": 1e12, "peak": 1e14, "source": "a test"}
@@ -40,9 +41,22 @@ def test_the_work_of_llama_2_7b_counted_by_hand(tmp_path: Path) -> None:
     assert found.attention(3) == 32 * 32 * 2 * (128 + 128) * 6
 
 
+def test_a_model_that_makes_vectors_has_no_head_and_decodes_nothing(tmp_path: Path) -> None:
+    whole, folder = write_config(tmp_path / "whole", **TINY), write_config(tmp_path / "model", **TINY)
+    declare(folder)
+    text, vectors = work(whole), work(folder)
+    assert (vectors.body, vectors.head) == (text.body, 0), "the same layers"
+    assert text.step_bytes - vectors.step_bytes == 320 * 48 * 4
+    with planned(EngineConfig.of(model=str(folder), backend="cpu", backend_options={"threads": 1})) as plan:
+        assert plan.prediction is not None and plan.prediction.decode == ()
+
+
+@pytest.mark.parametrize("pooling", [False, True])
 @pytest.mark.parametrize("tied", [True, False])
-def test_the_bytes_of_a_step_are_the_engines(tmp_path: Path, tied: bool) -> None:
+def test_the_bytes_of_a_step_are_the_engines(tmp_path: Path, tied: bool, pooling: bool) -> None:
     folder = write_config(tmp_path / "model", **TINY | {"tie_word_embeddings": tied})
+    if pooling:
+        declare(folder)
     settings = {"model": str(folder), "backend": "cpu", "backend_options": {"threads": 1}, "max_num_seqs": 2}
     with planned(EngineConfig.of(**settings), speed=False) as plan:
         found = work_of(plan.fit.checkpoint, plan.fit.agreed)
