@@ -1,0 +1,143 @@
+"""How a server ends, and how its engine may: crashed, stuck, killed, restarted, drained, stopped at once (U66, U67)."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Generator, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.helpers.server_rig import PACE, RAISE, SLEEP, at_rest, events, free_port, scrape, served, wait_for
+
+TEXT = "/v1/completions"
+LONG: dict[str, Any] = {"prompt": f"{PACE} long", "max_tokens": 900, "ignore_eos": True, "stream": True}
+
+
+def says(http: httpx.Client, text: str = "Hi") -> bool:
+    """Whether the model answers as it is asked to."""
+    answer = http.post(TEXT, json={"prompt": f"<<{text}>>"})
+    return answer.status_code == 200 and answer.json()["choices"][0]["text"] == text
+
+
+@pytest.fixture(scope="module")
+def port() -> int:
+    """One for all servers here, which listen on it one after the other (U67)."""
+    return free_port()
+
+
+@contextmanager
+def begun(http: httpx.Client, **given: Any) -> Iterator[Generator[Any, None, None]]:
+    """The events of an answer that has begun."""
+    with http.stream("POST", TEXT, json={**LONG, **given}) as answer:
+        assert answer.status_code == 200, answer.read()
+        chunks = events(answer.iter_bytes())
+        next(chunks)
+        yield chunks
+        chunks.close()
+
+
+def last_error(chunks: Iterator[Any]) -> Any:
+    """What a stream that could not go on ends with: an error, and no [DONE]."""
+    *_, last = chunks
+    assert set(last) == {"error"}
+    return last["error"]
+
+
+def fail_all(http: httpx.Client, fault: str) -> tuple[Any, Any]:
+    """What a stream and a whole answer get when the engine is lost under them."""
+    with ThreadPoolExecutor(1) as pool, begun(http) as chunks:
+        whole: Future[httpx.Response] = pool.submit(http.post, TEXT, json={**LONG, "stream": False})
+        wait_for(lambda: scrape(http)["num_requests_running"] == 2)
+        broken = http.post(TEXT, json={"prompt": f"{fault} now", "max_tokens": 9, "ignore_eos": True})
+        streamed = last_error(chunks)
+    for answer in (broken, whole.result()):
+        assert answer.status_code == 503
+        assert answer.json()["error"]["code"] == "engine_dead"
+    return streamed, broken.json()["error"]
+
+
+# -- U66: the engine is lost -------------------------------------------------------------------------------------------
+
+
+def test_u66_an_engine_that_is_killed_is_replaced_and_one_too_many_ends_the_server(port: int) -> None:
+    with served(port=port, restart_engine=1, exit_delay=2.0) as server, server.client() as http:
+        first = server.engine()
+        with begun(http) as chunks:
+            first.kill()
+            assert "killed by signal 9" in last_error(chunks)["message"]
+        health = http.get("/health")
+        assert (health.status_code, health.json()["error"]["code"]) == (503, "engine_starting")
+        refused = http.post(TEXT, json={"prompt": "x"})
+        assert (refused.status_code, refused.headers["retry-after"]) == (503, "5")
+        wait_for(lambda: says(http), 60)
+        assert server.engine() != first and not first.is_running()
+        assert http.get("/health").status_code == http.get("/ready").status_code == 200
+        found = at_rest(http)
+        assert (found["engine_restarts_total"], found["engine_up"]) == (1, 1)
+
+        streamed, broken = fail_all(http, RAISE)
+        assert streamed == broken and "the backend fails as it was asked to" in broken["message"]
+        health = http.get("/health")
+        assert (health.status_code, health.json()["error"]["code"]) == (503, "engine_dead")
+        assert http.get("/ready").status_code == http.post(TEXT, json={"prompt": "x"}).status_code == 503
+        assert scrape(http)["engine_up"] == 0
+        assert server.ended() == 1
+        assert "the backend fails as it was asked to" in server.log and "no restart is left" in server.log
+
+
+def test_u66_a_stuck_engine_is_noticed_and_replaced(port: int) -> None:
+    with served(port=port, watchdog_timeout=1.0, restart_engine=1) as server, server.client() as http:
+        first = server.engine()
+        streamed, _ = fail_all(http, SLEEP)
+        assert "no sign of life" in streamed["message"]
+        assert http.get("/health").status_code == 503
+        wait_for(lambda: says(http), 60)
+        wait_for(lambda: not first.is_running())
+        assert scrape(http)["engine_restarts_total"] == 1
+        server.signal()
+        assert server.ended() == 0
+
+
+# -- U67: the server is stopped ----------------------------------------------------------------------------------------
+
+
+def test_u67_what_runs_is_finished_and_nothing_new_is_taken(port: int) -> None:
+    with served(port=port, drain_timeout=60.0) as server, server.client() as http:
+        with begun(http, max_tokens=150) as chunks:
+            server.signal()
+            wait_for(lambda: http.get("/health").json().get("status") == "draining")
+            refused = http.post(TEXT, json={"prompt": "x"})
+            assert (refused.status_code, refused.json()["error"]["code"]) == (503, "stopping")
+            *_, before, last = chunks
+        assert (before["choices"][0]["finish_reason"], last) == ("length", "[DONE]")
+        assert server.ended() == 0
+
+
+def test_u67_without_time_to_drain_streams_end_with_an_error(port: int) -> None:
+    with served(port=port, drain_timeout=0.0) as server, server.client() as http:
+        with begun(http) as chunks:
+            server.signal(signal.SIGINT)
+            assert last_error(chunks)["code"] == "stopping"
+        assert server.ended() == 0
+
+
+def test_u67_a_second_signal_stops_at_once(port: int) -> None:
+    with served(port=port, drain_timeout=600.0) as server, server.client() as http:
+        with begun(http) as chunks:
+            server.signal()
+            wait_for(lambda: "stopping\n" in server.log)
+            server.signal()
+            assert last_error(chunks)["code"] == "stopping"
+        assert server.ended() == 0
+        assert "stopping at once" in server.log
+
+
+def test_u67_a_front_that_is_killed_takes_its_engine_with_it(port: int) -> None:
+    with served(port=port) as server, server.client() as http, begun(http) as chunks:
+        next(chunks)
+        server.signal(signal.SIGKILL)
+        assert server.ended() == -signal.SIGKILL
