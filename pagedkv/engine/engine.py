@@ -119,8 +119,8 @@ class LLMEngine:
     def _check_generates(self) -> None:
         if self.pooling is not None:
             raise RequestInvalid(
-                f"this model makes vectors ({self.pooling.kind} pooling) and generates no text: use embed, or load a "
-                "model that generates",
+                f"this model makes vectors ({self.pooling.kind} pooling) and generates no text: use embed, or "
+                "/v1/embeddings of the server, or load a model that generates",
                 field="model",
             )
 
