@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import AsyncIterator, Mapping
 from typing import Any
@@ -17,11 +16,13 @@ from pagedkv.server.errors import told_as
 from pagedkv.server.front import Caller, Front
 from pagedkv.server.messages import Piece
 from pagedkv.server.prompts import Prompt, conversation
-from pagedkv.server.replies import EventReply, JsonReply, event
+from pagedkv.server.replies import EventReply, JsonReply, event, written
 from pagedkv.server.stream import Stream
 from pagedkv.server.tool_parsers import Delta, ToolCall, ToolParser, check_tool_choice, check_tools, get_parser
 
 _MOST_TOP_LOGPROBS = 20
+_GOES_ON = ',"logprobs":null,"finish_reason":null}]}\n\n'
+"""How most chunks end, which is written once."""
 
 
 async def chat(front: Front, body: ChatBody, caller: Caller) -> Response:
@@ -165,8 +166,10 @@ class _Writing:
     async def events(self) -> AsyncIterator[bytes]:
         """Who speaks, then news of any choice as they come, then the counts."""
         shared = {**self._head, "usage": None} if self._body.include_usage else self._head
-        head = json.dumps(shared, ensure_ascii=False, separators=(",", ":"))[:-1]
-        choices = [_StreamedChoice(head, index, self._body, self._tools) for index in range(self._stream.choices)]
+        choices = [
+            _StreamedChoice(written(shared)[:-1], index, self._body, self._tools)
+            for index in range(self._stream.choices)
+        ]
         yield b"".join(choice.begin() for choice in choices)
         count = 0
         async for pieces in self._stream:
@@ -217,11 +220,12 @@ class _StreamedChoice:
     def _chunk(
         self, delta: Mapping[str, Any], logprobs: Any = None, reason: str | None = None, stop: int | str | None = None
     ) -> bytes:
+        if logprobs is None and reason is None:
+            return f"{self._before}{written(delta)}{_GOES_ON}".encode()
         rest: dict[str, Any] = {"logprobs": logprobs, "finish_reason": reason}
         if reason is not None:
             rest["stop_reason"] = stop
-        news, tail = (json.dumps(each, ensure_ascii=False, separators=(",", ":")) for each in (delta, rest))
-        return f"{self._before}{news},{tail[1:]}]}}\n\n".encode()
+        return f"{self._before}{written(delta)},{written(rest)[1:]}]}}\n\n".encode()
 
 
 def _reason(reason: str | None, called: bool) -> str | None:

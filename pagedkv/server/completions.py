@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any, TypeAlias
@@ -19,7 +18,7 @@ from pagedkv.server.errors import told_as
 from pagedkv.server.front import Caller, Front
 from pagedkv.server.messages import Piece
 from pagedkv.server.prompts import Prompt, encoded, separate
-from pagedkv.server.replies import EventReply, JsonReply, event
+from pagedkv.server.replies import EventReply, JsonReply, event, written
 from pagedkv.server.stream import Stream
 
 PromptLogprobs: TypeAlias = "Sequence[Mapping[int, Logprob] | None] | None"
@@ -131,7 +130,7 @@ class _Writing:
         started: set[int] = set()
         # What is the same in every chunk is written once.
         shared = {**self._head, "usage": None} if self._body.include_usage else self._head
-        head = json.dumps(shared, ensure_ascii=False, separators=(",", ":"))[:-1]
+        head = f'data: {written(shared)[:-1]},"choices":[{{"index":'
         async for number, pieces in merged(self._streams):
             chunks = []
             for piece in pieces:
@@ -161,8 +160,7 @@ class _Writing:
 
     @staticmethod
     def _chunk(head: str, place: int, news: dict[str, Any]) -> bytes:
-        body = json.dumps({"index": place, **news}, ensure_ascii=False, separators=(",", ":"))
-        return f'data: {head},"choices":[{body}]}}\n\n'.encode()
+        return f"{head}{place},{written(news)[1:]}]}}\n\n".encode()
 
 
 def _joined(first: dict[str, Any], then: dict[str, Any]) -> dict[str, Any]:
