@@ -44,7 +44,7 @@ def test_answers_are_as_they_are_described(schema: Any, path: str, mode: Generat
     checks = CHECKS + [negative_data_rejection] * (mode is GenerationMode.NEGATIVE)
 
     @seed(10)
-    @settings(max_examples=30, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=25, deadline=None, database=None, suppress_health_check=list(HealthCheck))
     @given(schema[path]["POST"].as_strategy(generation_mode=mode))
     def ask(case: schemathesis.Case) -> None:
         if isinstance(case.body, dict) and mode is GenerationMode.POSITIVE:
