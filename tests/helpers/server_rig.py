@@ -237,8 +237,14 @@ def events(lines: Iterator[bytes]) -> Generator[Any, None, None]:
     """What each event of a stream says: its JSON, or "[DONE]". To let go of it closes the connection."""
     rest = b""
     for data in lines:
-        *whole, rest = (rest + data).split(b"\n\n")
-        for each in whole:
-            text = each.removeprefix(b"data: ").decode()
-            yield text if text == "[DONE]" else json.loads(text)
+        whole, end, rest = (rest + data).rpartition(b"\n\n")
+        yield from split_events(whole + end)
     assert rest == b""
+
+
+def split_events(data: bytes) -> list[Any]:
+    """The same of a part of a stream that ends with an event."""
+    *whole, rest = data.split(b"\n\n")
+    assert rest == b""
+    texts = [each.removeprefix(b"data: ").decode() for each in whole]
+    return [text if text == "[DONE]" else json.loads(text) for text in texts]

@@ -1,4 +1,4 @@
-"""How a server ends, and how its engine may: crashed, stuck, killed, restarted, drained, stopped at once (U66, U67)."""
+"""How a server ends, and how its engine may: stuck, restarted, crashed, drained, stopped at once (U66, U67)."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 
 from tests.helpers.server_rig import PACE, RAISE, SLEEP, at_rest, events, free_port, scrape, served, wait_for
@@ -63,18 +64,18 @@ def fail_all(http: httpx.Client, fault: str) -> tuple[Any, Any]:
 # -- U66: the engine is lost -------------------------------------------------------------------------------------------
 
 
-def test_u66_an_engine_that_is_killed_is_replaced_and_one_too_many_ends_the_server(port: int) -> None:
-    with served(port=port, restart_engine=1, exit_delay=2.0) as server, server.client() as http:
+def test_u66_a_stuck_engine_is_replaced_and_one_that_raises_after_it_ends_the_server(port: int) -> None:
+    with served(port=port, watchdog_timeout=2.0, restart_engine=1, exit_delay=2.0) as server, server.client() as http:
         first = server.engine()
-        with begun(http) as chunks:
-            first.kill()
-            assert "killed by signal 9" in last_error(chunks)["message"]
+        streamed, _ = fail_all(http, SLEEP)
+        assert "no sign of life" in streamed["message"]
         health = http.get("/health")
         assert (health.status_code, health.json()["error"]["code"]) == (503, "engine_starting")
         refused = http.post(TEXT, json={"prompt": "x"})
         assert (refused.status_code, refused.headers["retry-after"]) == (503, "5")
         wait_for(lambda: says(http), 60)
-        assert server.engine() != first and not first.is_running()
+        assert server.engine() != first
+        wait_for(lambda: not first.is_running())
         assert http.get("/health").status_code == http.get("/ready").status_code == 200
         found = at_rest(http)
         assert (found["engine_restarts_total"], found["engine_up"]) == (1, 1)
@@ -87,19 +88,6 @@ def test_u66_an_engine_that_is_killed_is_replaced_and_one_too_many_ends_the_serv
         assert scrape(http)["engine_up"] == 0
         assert server.ended() == 1
         assert "the backend fails as it was asked to" in server.log and "no restart is left" in server.log
-
-
-def test_u66_a_stuck_engine_is_noticed_and_replaced(port: int) -> None:
-    with served(port=port, watchdog_timeout=1.0, restart_engine=1) as server, server.client() as http:
-        first = server.engine()
-        streamed, _ = fail_all(http, SLEEP)
-        assert "no sign of life" in streamed["message"]
-        assert http.get("/health").status_code == 503
-        wait_for(lambda: says(http), 60)
-        wait_for(lambda: not first.is_running())
-        assert scrape(http)["engine_restarts_total"] == 1
-        server.signal()
-        assert server.ended() == 0
 
 
 # -- U67: the server is stopped ----------------------------------------------------------------------------------------
@@ -118,7 +106,12 @@ def test_u67_what_runs_is_finished_and_nothing_new_is_taken(port: int) -> None:
 
 
 def test_u67_without_time_to_drain_streams_end_with_an_error(port: int) -> None:
+    """By Ctrl-C this time. The front has no copy of torch in it, so all of the model's memory is the engine's."""
     with served(port=port, drain_timeout=0.0) as server, server.client() as http:
+        maps = [mapped.path for mapped in psutil.Process(server.process.pid).memory_maps()]
+        assert any("libpython" in path or "uvloop" in path for path in maps) and not any(
+            "torch" in path for path in maps
+        )
         with begun(http) as chunks:
             server.signal(signal.SIGINT)
             assert last_error(chunks)["code"] == "stopping"
