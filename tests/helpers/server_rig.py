@@ -163,9 +163,7 @@ class Served:
     def ended(self, timeout: float = 60) -> int:
         """Its exit code, once it and everything of it is gone."""
         code = self.process.wait(timeout)
-        _, alive = psutil.wait_procs(self.children, 10)
-        # At most, where nobody reaps orphans, an entry that no one has asked about.
-        assert all(each.status() == psutil.STATUS_ZOMBIE for each in alive), alive
+        wait_for(lambda: all(map(gone, self.children)))
         with socket.socket() as probe:
             assert probe.connect_ex(("127.0.0.1", self.port)) != 0, "its port is still open"
         assert not [path for path in self.shared if path.exists()], "shared memory is left"
@@ -176,13 +174,21 @@ class Served:
         if self.process.poll() is None:
             self.process.kill()
             self.process.wait()
-        psutil.wait_procs(self.children, 10)
+        wait_for(lambda: all(map(gone, self.children)))
         self._log.close()
 
     def _shared_memory(self) -> list[Path]:
         processes = [psutil.Process(self.process.pid), *self.children]
         maps = {mapped.path for each in processes for mapped in each.memory_maps()}
         return [Path(path) for path in maps if path.startswith("/dev/shm/")]
+
+
+def gone(process: psutil.Process) -> bool:
+    """Whether it runs no more; at most its exit code waits for whoever looks after orphans here."""
+    try:
+        return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
 
 
 def _command(process: psutil.Process) -> list[str]:

@@ -12,7 +12,7 @@ import httpx
 import psutil
 import pytest
 
-from tests.helpers.server_rig import PACE, RAISE, SLEEP, at_rest, events, free_port, scrape, served, wait_for
+from tests.helpers.server_rig import PACE, RAISE, SLEEP, at_rest, events, free_port, gone, scrape, served, wait_for
 
 TEXT = "/v1/completions"
 LONG: dict[str, Any] = {"prompt": f"{PACE} long", "max_tokens": 900, "ignore_eos": True, "stream": True}
@@ -75,7 +75,7 @@ def test_u66_a_stuck_engine_is_replaced_and_one_that_raises_after_it_ends_the_se
         assert (refused.status_code, refused.headers["retry-after"]) == (503, "5")
         wait_for(lambda: says(http), 60)
         assert server.engine() != first
-        wait_for(lambda: not first.is_running())
+        wait_for(lambda: gone(first))
         assert http.get("/health").status_code == http.get("/ready").status_code == 200
         found = at_rest(http)
         assert (found["engine_restarts_total"], found["engine_up"]) == (1, 1)
