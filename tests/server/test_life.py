@@ -127,10 +127,3 @@ def test_u67_a_second_signal_stops_at_once(port: int) -> None:
             assert last_error(chunks)["code"] == "stopping"
         assert server.ended() == 0
         assert "stopping at once" in server.log
-
-
-def test_u67_a_front_that_is_killed_takes_its_engine_with_it(port: int) -> None:
-    with served(port=port) as server, server.client() as http, begun(http) as chunks:
-        next(chunks)
-        server.signal(signal.SIGKILL)
-        assert server.ended() == -signal.SIGKILL

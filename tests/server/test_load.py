@@ -1,4 +1,4 @@
-"""Many clients at once, half of which leave: every answer is the engine's own, and nothing stays behind (U37, U66)."""
+"""Many clients at once, half of whom leave: each answer is the engine's own, and nothing stays (U37, U66, U67)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from pagedkv import LLM, SamplingParams
-from tests.helpers.server_rig import PACE, Served, at_rest, served, settings_of, split_events
+from tests.helpers.server_rig import PACE, Served, at_rest, events, served, settings_of, split_events
 
 TEXT = "/v1/completions"
 CLIENTS = 200
@@ -23,10 +23,9 @@ SMALL: dict[str, Any] = {"num_blocks": 49, "max_model_len": 128}
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Served]:
+    """The last test ends it."""
     with served(SMALL, restart_engine=1) as made:
         yield made
-        made.signal()
-        assert made.ended() == 0
 
 
 @pytest.fixture(scope="module")
@@ -181,3 +180,14 @@ def test_u66_an_engine_killed_under_load_leaves_no_client_without_a_word(server:
     failures = sum(after[f"request_errors_total kind={kind}"] for kind in ("engine_dead", "engine_starting"))
     assert failures == len(failed) + refused_probes
     assert after["engine_restarts_total"] == after["engine_up"] == 1
+
+
+def test_u67_a_front_that_is_killed_takes_its_engine_with_it(server: Served, http: httpx.Client) -> None:
+    server.engine()
+    body = {"prompt": f"{PACE} long", "max_tokens": 100, "ignore_eos": True, "stream": True}
+    with http.stream("POST", TEXT, json=body) as answer:
+        next(chunks := events(answer.iter_bytes()))
+        server.signal(signal.SIGKILL)
+        assert server.ended() == -signal.SIGKILL
+        with pytest.raises(httpx.TransportError):
+            list(chunks)
