@@ -136,8 +136,13 @@ class CompletionLogprobs:
     def __init__(self) -> None:
         self._offset = 0
 
-    def of(self, token_ids: Sequence[int], records: Sequence[Logprobs | None], first: str = "") -> dict[str, Any]:
-        """The next tokens; None is the record of a prompt's first one, whose text is `first`."""
+    def of(
+        self, token_ids: Sequence[int], records: Sequence[Logprobs | None], first: str = "", *, unseen: bool = False
+    ) -> dict[str, Any]:
+        """The next tokens; None is the record of a prompt's first one, whose text is `first`.
+
+        `unseen`: that text is not in the answer, so what follows begins where it does.
+        """
         tokens: list[str] = []
         values: list[float | None] = []
         tops: list[dict[str, float] | None] = []
@@ -149,7 +154,7 @@ class CompletionLogprobs:
             values.append(None if found is None else found.logprob)
             tops.append(None if record is None else _by_text(record))
             offsets.append(self._offset)
-            self._offset += len(text)
+            self._offset += 0 if found is None and unseen else len(text)
         return {"tokens": tokens, "token_logprobs": values, "top_logprobs": tops, "text_offset": offsets}
 
 

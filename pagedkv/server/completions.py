@@ -112,7 +112,8 @@ class _Writing:
         if not self._body.echo or prompt is None:
             return records.of([], [])
         first = "" if self._front.facts.tokenizer is None else self._front.tokenizer.decode(ids[:1], False)
-        return records.of(ids, prompt, first)
+        # A token that begins every sequence stands before the text that the client sent, and not in it.
+        return records.of(ids, prompt, first, unseen=not self._prompt_text(number).startswith(first))
 
     def _prompt_text(self, number: int) -> str:
         prompt = self._prompts[number]

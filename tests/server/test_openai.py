@@ -123,6 +123,19 @@ def test_u64_a_stream_of_completions_is_the_whole_answer(client: openai.OpenAI, 
     assert whole.choices[0].text.startswith("one") is echo and whole.choices[0].text != whole.choices[1].text
 
 
+@pytest.mark.parametrize("prompt", ["one two", [256, 111, 110, 101], [111, 110, 101]])
+def test_u40_offsets_are_places_in_the_echoed_text(client: openai.OpenAI, prompt: Any) -> None:
+    """The first token of a text's sequence, <bos>, is in no text that a client sent, but is in ids that it sent."""
+    asked: Any = {"model": NAME, "prompt": prompt, "max_tokens": 0, "echo": True, "logprobs": 0}
+    choice = client.completions.create(**asked).choices[0]
+    told = choice.logprobs
+    assert told is not None and told.text_offset and told.tokens
+    seen = [(token, at) for token, at in zip(told.tokens, told.text_offset, strict=True)][isinstance(prompt, str) :]
+    assert "".join(token for token, _ in seen) == choice.text
+    assert all(choice.text[at : at + len(token)] == token for token, at in seen)
+    assert seen[0][1] == 0
+
+
 def test_u64_a_stream_of_chat_is_the_whole_answer(client: openai.OpenAI) -> None:
     asked: Any = {"model": NAME, "messages": [{"role": "user", "content": "x"}], "n": 2, "logprobs": True}
     asked |= {**SEEDED, "top_logprobs": 2}
