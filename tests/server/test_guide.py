@@ -137,7 +137,7 @@ def test_variables_and_parsers_are_known() -> None:
 
 def commands() -> list[str]:
     blocks = re.findall(r"^```sh\n(.*?)^```", GUIDE, re.S | re.M)
-    inline = [one for one in code(PROSE) if one.startswith(("pagedkv ", "python -m pagedkv"))]
+    inline = sorted(one for one in code(PROSE) if one.startswith(("pagedkv ", "python -m pagedkv")))
     return [line for block in blocks for line in block.splitlines() if line.startswith("pagedkv")] + inline
 
 
