@@ -42,7 +42,8 @@ from pagedkv.server.tokens import detokenize, tokenize
 
 _log = logging.getLogger("pagedkv.server.http")
 _FRESH = 1.0  # seconds that a scrape waits for the engine's numbers of now
-_QUIET = ("/health", "/ready", "/metrics")
+_PROBES = ("/health", "/ready")
+_QUIET = (*_PROBES, "/metrics")
 _LONGEST = 200  # characters of a path
 
 
@@ -182,7 +183,8 @@ def _model(front: Front, name: str) -> dict[str, Any]:
 def _errors(app: FastAPI) -> None:
     @app.exception_handler(PagedKVError)
     async def ours(request: Request, error: Exception) -> Response:
-        front_of(request).metrics.refused(error)
+        if request.url.path not in _PROBES:  # which ask again and again while there is no engine
+            front_of(request).metrics.refused(error)
         return error_reply(error)
 
     @app.exception_handler(RequestValidationError)
