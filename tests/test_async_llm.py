@@ -313,11 +313,11 @@ def test_a_failure_of_the_device_ends_every_stream() -> None:
     async def main() -> None:
         async with AsyncLLM(folder(), **SETTINGS) as llm:
             streams = [llm.generate(prompt, greedy(50)) for prompt in PROMPTS]
-            await anext(streams[0])
+            first = await anext(streams[0])
             fail_at(llm, 1, lambda: DeviceError("it burns"))  # type: ignore[arg-type]
             for stream in streams:
                 with pytest.raises(EngineDead, match="it burns"):
-                    await read(stream)
+                    await read(stream, first.outputs[0].text if stream is streams[0] else "")
             assert not llm.is_alive
             with pytest.raises(EngineDead, match="it burns"):
                 await read(llm.generate(PROMPTS[0], greedy(1)))
