@@ -205,7 +205,7 @@ class RemoteEngine:
             with contextlib.suppress(RuntimeError):  # the loop is over, and with it whoever would listen
                 loop.call_soon_threadsafe(self._take, process, told)
 
-        for target, arguments in ((_read, (here, tell)), (_write, (here, self._commands))):
+        for target, arguments in ((_read, (here, tell)), (_write, (here, self._commands, tell))):
             threading.Thread(target=target, args=arguments, name="pagedkv-pipe", daemon=True).start()
 
     def _take(self, process: BaseProcess, told: Told | None) -> None:
@@ -352,12 +352,23 @@ def _read(connection: Connection, tell: Callable[[Told | None], None]) -> None:
             tell(connection.recv())
     except (EOFError, OSError):
         tell(None)
+    except Exception as error:  # noqa: BLE001 - without a reader every request would wait for ever
+        tell(_broken(error))
 
 
-def _write(connection: Connection, commands: queue.SimpleQueue[Command | None]) -> None:
+def _write(
+    connection: Connection, commands: queue.SimpleQueue[Command | None], tell: Callable[[Told | None], None]
+) -> None:
     """The writer thread, until there is nobody to write to."""
     try:
         while (command := commands.get()) is not None:
             connection.send(command)
     except (BrokenPipeError, OSError):
         return  # the reader tells of it
+    except Exception as error:  # noqa: BLE001 - without a writer every request would wait for ever
+        tell(_broken(error))
+
+
+def _broken(error: Exception) -> Failure:
+    _log.error("a message between front and engine failed", exc_info=error)
+    return Failure(kind="EngineDead", message=f"the pipe to the engine failed: {error!r}; please report this")
