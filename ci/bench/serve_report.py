@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import click
-from table import Table, measured_on
+from table import Table, measured_on, spread
 
 FIGURES = (
     "requests_per_second",
@@ -42,14 +42,14 @@ def _speed(report: Report) -> Table:
         title="Output tokens a second; behind the others, the server's as a multiple of theirs",
         columns=("clients", "answers", "server", *others),
         rows=tuple(
-            (*_level(row), _spread(row["tokens_per_second"]["server"]), *(_beside(row, name) for name in others))
+            (*_level(row), spread(row["tokens_per_second"]["server"]), *(_beside(row, name) for name in others))
             for row in report["rows"]
         ),
     )
 
 
 def _beside(row: Mapping[str, Any], name: str) -> str:
-    return f"{_spread(row['tokens_per_second'][name])}, **{row['ratio'][name]:.3f}x**"
+    return f"{spread(row['tokens_per_second'][name])}, **{row['ratio'][name]:.3f}x**"
 
 
 def _requests(report: Report) -> Table:
@@ -124,10 +124,6 @@ def _prompt(report: Report, name: str) -> str:
 
 def _level(row: Mapping[str, Any]) -> tuple[str, str]:
     return str(row["clients"]), str(row["mode"])
-
-
-def _spread(values: Mapping[str, float]) -> str:
-    return f"{values['median']:.1f} ({values['min']:.1f}..{values['max']:.1f})"
 
 
 @click.command()

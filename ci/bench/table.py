@@ -54,14 +54,14 @@ def _speed(report: Mapping[str, Any]) -> Table:
         title="Output tokens a second, and pagedkv's as a multiple",
         columns=("input", "requests", ours, *peers, "to the best peer"),
         rows=tuple(
-            (*_size(row), _spread(row["tokens_per_second"][ours]), *_peers(row, peers), _best(row))
+            (*_size(row), spread(row["tokens_per_second"][ours]), *_peers(row, peers), _best(row))
             for row in report["rows"]
         ),
     )
 
 
 def _peers(row: Mapping[str, Any], peers: Sequence[str]) -> list[str]:
-    return [f"{_spread(row['tokens_per_second'][peer])}, {row['ratio'][peer]:.2f}x" for peer in peers]
+    return [f"{spread(row['tokens_per_second'][peer])}, {row['ratio'][peer]:.2f}x" for peer in peers]
 
 
 def _best(row: Mapping[str, Any]) -> str:
@@ -104,7 +104,8 @@ def _size(row: Mapping[str, Any]) -> tuple[str, str]:
     return str(row["input_len"]), str(row["batch_size"])
 
 
-def _spread(values: Mapping[str, float]) -> str:
+def spread(values: Mapping[str, float]) -> str:
+    """A median, and how far the rounds lie apart."""
     return f"{values['median']:.1f} ({values['min']:.1f}..{values['max']:.1f})"
 
 
